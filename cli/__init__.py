@@ -1,0 +1,1 @@
+"""The commands. Each one parses, calls one function and prints."""

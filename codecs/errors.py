@@ -1,0 +1,193 @@
+"""Every error of tensorferry: one tree, each class a situation, each carrying its numbers.
+
+Arguments, not text, go to `super().__init__`, so an error survives a trip between processes; `str()`
+makes the sentence. `RequestError` is the client's fault and is never worth a retry; everything else is ours.
+"""
+
+from __future__ import annotations
+
+
+class FerryError(Exception):
+    """Something a user of tensorferry can be told about."""
+
+
+# --- the request is at fault -------------------------------------------------------------------------
+
+
+class RequestError(FerryError):
+    """This one request cannot be served, now or later; others are unaffected."""
+
+
+class BadItem(RequestError):
+    """Item `index` of a request is unusable."""
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(index, problem)
+        self.index, self.problem = index, problem
+
+    def __str__(self) -> str:
+        return f"item {self.index}: {self.problem}"
+
+
+class BadRequest(RequestError):
+    """The request as a whole is unusable."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+# --- configuration, start-up ---------------------------------------------------------------------------
+
+
+class ConfigError(FerryError):
+    """A deployment file says something impossible: `file:line: key: problem`."""
+
+    def __init__(self, file: str, line: int | None, key: str, problem: str) -> None:
+        super().__init__(file, line, key, problem)
+        self.file, self.line, self.key, self.problem = file, line, key, problem
+
+    def __str__(self) -> str:
+        where = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{where}: {self.key}: {self.problem}" if self.key else f"{where}: {self.problem}"
+
+
+class TraceError(FerryError):
+    """A recorded trace cannot be read: `file:line: problem`."""
+
+    def __init__(self, file: str, line: int | None, problem: str) -> None:
+        super().__init__(file, line, problem)
+        self.file, self.line, self.problem = file, line, problem
+
+    def __str__(self) -> str:
+        where = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{where}: {self.problem}"
+
+
+class DeploymentError(FerryError):
+    """The deployment as a whole cannot start or go on; the text says why and what to do."""
+
+
+# --- the wire --------------------------------------------------------------------------------------------
+
+
+class ProtocolError(FerryError):
+    """A peer sent something that is not our protocol; that message is dropped and counted."""
+
+
+class BadMessage(ProtocolError):
+    """Frames that do not decode to a message, or break a limit."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class UnsupportedDtype(ProtocolError):
+    """A tensor whose dtype is not on the table of `tensors.py`."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__(dtype)
+        self.dtype = dtype
+
+    def __str__(self) -> str:
+        return f"dtype {self.dtype} cannot be ferried; see tensorferry.codecs.tensors.DTYPES for those that can"
+
+
+class BadTensor(ProtocolError):
+    """A tensor header whose numbers disagree (shape, dtype, bytes, range)."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+# --- leases ------------------------------------------------------------------------------------------------
+
+
+class PoolFull(FerryError):
+    """No free range is long enough, or no slot is free; wait for a release or go inline."""
+
+    def __init__(self, wanted_nbytes: int, longest_free_nbytes: int, free_slots: int) -> None:
+        super().__init__(wanted_nbytes, longest_free_nbytes, free_slots)
+        self.wanted_nbytes = wanted_nbytes
+        self.longest_free_nbytes = longest_free_nbytes
+        self.free_slots = free_slots
+
+    def __str__(self) -> str:
+        return (
+            f"pool full: wanted {self.wanted_nbytes} bytes, longest free range {self.longest_free_nbytes}, "
+            f"free slots {self.free_slots}"
+        )
+
+
+class PoolClosed(FerryError):
+    """The pool was closed by this process."""
+
+    def __str__(self) -> str:
+        return "the pool is closed"
+
+
+class LeaseError(FerryError):
+    """Something was asked of a lease that its state does not allow."""
+
+    def __init__(self, slot: int, generation: int, problem: str) -> None:
+        super().__init__(slot, generation, problem)
+        self.slot, self.generation, self.problem = slot, generation, problem
+
+    def __str__(self) -> str:
+        return f"lease slot {self.slot} generation {self.generation}: {self.problem}"
+
+
+class StaleLease(LeaseError):
+    """The lease a proxy names is over: its slot has moved on, or it was already acknowledged here."""
+
+
+class LeasePoisoned(LeaseError):
+    """The producer declared that these bytes will never be valid."""
+
+
+class LeaseNotReady(LeaseError):
+    """The producer did not finish writing within the deadline."""
+
+
+class PeerGone(FerryError):
+    """The process that owns the pool, or that should read from it, is not there."""
+
+    def __init__(self, peer: str, problem: str) -> None:
+        super().__init__(peer, problem)
+        self.peer, self.problem = peer, problem
+
+    def __str__(self) -> str:
+        return f"{self.peer}: {self.problem}"
+
+
+class AttachRefused(FerryError):
+    """Descriptors of a pool or acknowledgement page failed a check (uid, pid, size, seals, magic, nonce)."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class PeerBusy(FerryError):
+    """A peer's queue is full; nothing was sent."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self.peer = peer
+
+    def __str__(self) -> str:
+        return f"{self.peer} does not keep up: its queue is full"

@@ -1,0 +1,1 @@
+"""Kinds of shareable memory, one file each."""

@@ -1,0 +1,361 @@
+"""Every message on the wire, on one page. `docs/protocol.md` says who sends what, when.
+
+A message is one msgpack array: an integer tag, then the fields in the order below; `frames.py` adds the
+frames that inline payloads point at. Structs are frozen, carry no behaviour, and are strict: unknown tags,
+extra fields and wrong types are refused. Numbers that a peer supplies are checked here, before anything is
+allocated. Request ids are 16 bytes, content hashes 16; token ids are little-endian int32 bytes; times are
+CLOCK_MONOTONIC nanoseconds of the sender's node.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tensorferry.codecs.tensors import nbytes_of
+
+PROTOCOL_VERSION = 1
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Generation = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Nonce = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]  #: random, never 0: one life of a process, or one pool
+RequestId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Address = Annotated[str, Meta(min_length=1, max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=8)]
+Grid = tuple[Index, Index, Index]  #: patches along time, height, width
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What all wire structs share."""
+
+
+# --- payloads: how a tensor's bytes travel ------------------------------------------------------------------
+
+
+class Proxy(Wire, frozen=True, tag=1):
+    """The bytes lie in a pool. Everything that belongs to the pool was announced once, in `Pool`."""
+
+    pool: Nonce
+    slot: Index
+    generation: Generation
+    offset: Count  #: bytes from the start of the pool
+    dtype: Name
+    shape: Shape
+    consumers: Annotated[int, Meta(ge=1, le=1024)] = 1  #: how many processes this lease waits for
+    uses: Annotated[int, Meta(ge=1, le=65536)] = 1  #: releases by this receiver that make its one acknowledgement
+
+    def __post_init__(self) -> None:
+        nbytes_of(self.dtype, self.shape)
+
+
+class Inline(Wire, frozen=True, tag=2):
+    """The bytes are frame `frame` of this multipart message (0 is the first after the header)."""
+
+    frame: Annotated[int, Meta(ge=0, lt=65536)]
+    dtype: Name
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        nbytes_of(self.dtype, self.shape)
+
+
+Payload = Proxy | Inline
+
+
+class Output(Wire, frozen=True):
+    """One named tensor an encoder made of an item."""
+
+    name: Name
+    payload: Payload
+
+
+# --- who is there -----------------------------------------------------------------------------------------------
+
+
+class Origin(Wire, frozen=True):
+    """One life of one process."""
+
+    stage: Name  #: tokenizer, encoder, scheduler or client
+    rank: Index
+    epoch: Nonce
+
+
+class PoolDescription(Wire, frozen=True):
+    """What a consumer must know of a pool once, to read any proxy of it."""
+
+    pool: Nonce
+    memory: Name  #: host, cuda_ipc or cuda_vmm
+    nbytes: Count
+    slots: Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class Hello(Wire, frozen=True, tag=10):
+    """First message to a peer: who I am, what I speak, where I take answers."""
+
+    version: Index
+    origin: Origin
+    inbox: Address
+    capabilities: tuple[Name, ...] = ()
+
+
+class Welcome(Wire, frozen=True, tag=11):
+    """Answer to a Hello; `refusal` says why the peer is not accepted."""
+
+    version: Index
+    origin: Origin
+    to: Nonce  #: epoch of the Hello answered
+    capabilities: tuple[Name, ...] = ()
+    refusal: Text = ""
+
+
+class Pool(Wire, frozen=True, tag=12):
+    """My pool is populated; attach to it at the broker's UNIX socket."""
+
+    origin: Origin
+    description: PoolDescription
+    broker: Address
+
+
+class Ready(Wire, frozen=True, tag=13):
+    """I can take your work: weights are loaded and your pool, if you announced one, is mapped or refused."""
+
+    origin: Origin
+    to: Nonce
+    refusal: Text = ""  #: why your pool cannot be read here; send me inline payloads
+
+
+class Heartbeat(Wire, frozen=True, tag=14):
+    origin: Origin
+    in_flight: Count  #: requests this process has accepted and not finished
+
+
+class Member(Wire, frozen=True):
+    stage: Name
+    rank: Index
+    epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: 0: never seen
+    state: Name  #: waiting, ready, quarantined, leaving, gone
+
+
+class Members(Wire, frozen=True, tag=15):
+    """A tokenizer's view of the deployment, to its clients: at their Hello and at every change."""
+
+    origin: Origin
+    ready: bool
+    members: tuple[Member, ...]
+
+
+class Chunks(Wire, frozen=True, tag=16):
+    """Chunks of physical memory were mapped into an elastic pool at these byte offsets."""
+
+    pool: Nonce
+    serials: tuple[Index, ...]
+    offsets: tuple[Count, ...]
+    nbytes: Count  #: of each chunk
+
+
+class Retired(Wire, frozen=True, tag=17):
+    """These chunks take no more leases; unmap them, then answer `Released` with slot = serial."""
+
+    pool: Nonce
+    serials: tuple[Index, ...]
+
+
+class Released(Wire, frozen=True, tag=18):
+    """Acknowledgement by message, where the consumer cannot write a control page of its own."""
+
+    origin: Origin
+    pool: Nonce
+    slot: Index
+    generation: Generation
+
+
+class Drain(Wire, frozen=True, tag=19):
+    """I am leaving: send me nothing new."""
+
+    origin: Origin
+
+
+class Drained(Wire, frozen=True, tag=20):
+    """I have left; nothing of yours is still with me."""
+
+    origin: Origin
+
+
+# --- client <-> tokenizer ---------------------------------------------------------------------------------------
+
+
+class TextPart(Wire, frozen=True, tag=1):
+    text: Annotated[str, Meta(max_length=1 << 22)]
+
+
+class TokensPart(Wire, frozen=True, tag=2):
+    ids: Annotated[bytes, Meta(max_length=1 << 24)]  #: int32, little endian
+
+
+class ImagePart(Wire, frozen=True, tag=3):
+    """An encoded image (JPEG, PNG, ...): frame `frame` of this message."""
+
+    frame: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+Part = TextPart | TokensPart | ImagePart
+
+
+class Submit(Wire, frozen=True, tag=30):
+    request: RequestId
+    attempt: Index
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=4096)]
+    output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
+    deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)]  #: from receipt; afterwards the request fails
+
+
+class Mark(Wire, frozen=True):
+    """`step` was reached at `at_ns`."""
+
+    step: Name
+    at_ns: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class ItemReport(Wire, frozen=True):
+    """What became of one item, in request order."""
+
+    rank: Index  #: encoder rank that encoded it
+    grid: Grid
+    rows: Count
+    transport: Name  #: how its features travelled: shm, cuda_ipc, cuda_vmm or inline
+    nbytes: Count  #: of its features
+    digest: Annotated[bytes, Meta(max_length=64)]  #: what the engine made of its embeddings; empty from most
+
+
+class Result(Wire, frozen=True, tag=31):
+    request: RequestId
+    attempt: Index
+    prompt_tokens: Count
+    output_tokens: Count
+    items: tuple[ItemReport, ...]
+    marks: tuple[Mark, ...]
+
+
+class Failure(Wire, frozen=True):
+    """Why a request failed; `kind` is the class name of the error."""
+
+    kind: Name
+    problem: Text
+    origin: Origin
+    item: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1  #: index of the item at fault, -1: none
+    retryable: bool = False
+
+
+class Failed(Wire, frozen=True, tag=32):
+    """Encoder or scheduler to the request owner, and the owner to its client."""
+
+    request: RequestId
+    attempt: Index
+    failure: Failure
+
+
+class Busy(Wire, frozen=True, tag=33):
+    """Not accepted: a limit is reached, or the deployment is draining. Try again after `retry_ms`."""
+
+    request: RequestId
+    attempt: Index
+    retry_ms: Annotated[int, Meta(ge=0, le=86_400_000)]
+    reason: Text
+
+
+class Cancel(Wire, frozen=True, tag=34):
+    request: RequestId
+    attempt: Index
+
+
+# --- tokenizer -> scheduler, tokenizer -> encoder -> scheduler --------------------------------------------------
+
+
+class Span(Wire, frozen=True):
+    """Item `item`'s placeholders are tokens `offset .. offset+length`."""
+
+    item: Index
+    offset: Index
+    length: Index
+
+
+class Rank(Wire, frozen=True):
+    """A rank and the life of it that was meant."""
+
+    rank: Index
+    epoch: Nonce
+
+
+class Admit(Wire, frozen=True, tag=40):
+    """A request comes: its tokens, and which items' embeddings to wait for."""
+
+    request: RequestId
+    attempt: Index
+    to: Nonce
+    owner: Origin
+    schedulers: tuple[Rank, ...]  #: the attention group, in order
+    token_ids: Annotated[bytes, Meta(max_length=1 << 24)]
+    spans: tuple[Span, ...]
+    output_tokens: Count
+    deadline_ns: Count  #: of the owner's clock
+
+
+class Item(Wire, frozen=True):
+    index: Index
+    modality: Name  #: image, video or audio
+    grid: Grid
+    patches: Count
+    rows: Count  #: placeholder tokens, so rows of its embeddings
+    content_hash: Hash
+    payload: Payload | None  #: None unless the receiver owns the item
+
+
+class Encode(Wire, frozen=True, tag=41):
+    """Encode those of a request's items that the balanced assignment gives you."""
+
+    request: RequestId
+    attempt: Index
+    to: Nonce
+    owner: Origin
+    encoders: tuple[Rank, ...]  #: every rank of the assignment, in order
+    schedulers: tuple[Rank, ...]  #: who gets the embeddings
+    items: tuple[Item, ...]
+    deadline_ns: Count
+
+
+class Embedding(Wire, frozen=True):
+    index: Index
+    rows: Count
+    outputs: tuple[Output, ...]
+
+
+class Embeddings(Wire, frozen=True, tag=42):
+    request: RequestId
+    attempt: Index
+    to: Nonce
+    origin: Origin
+    items: tuple[Embedding, ...]
+    marks: tuple[Mark, ...]
+
+
+class Done(Wire, frozen=True, tag=43):
+    """A scheduler rank has finished a request."""
+
+    request: RequestId
+    attempt: Index
+    origin: Origin
+    output_tokens: Count
+    digests: tuple[Annotated[bytes, Meta(max_length=64)], ...]  #: one per item, in order
+    marks: tuple[Mark, ...]
+
+
+Message = (
+    Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Drain | Drained
+    | Submit | Result | Failed | Busy | Cancel | Admit | Encode | Embeddings | Done
+)  # fmt: skip

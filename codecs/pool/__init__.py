@@ -1,0 +1,1 @@
+"""The bounded pool of leases: pure ledger, control words, memory."""

@@ -1,0 +1,139 @@
+"""The control words of a pool, and the fence through which every process looks at them.
+
+Two kinds of pages, both sealed memfds, each with exactly one writer:
+the producer's *control page* has `lease`, `ready` and `poison`, one word per slot; a consumer's *ack page* has one
+word per slot of one pool. Every word is a generation, 0 at first. A header names what the page is, so that a
+descriptor that went astray is refused: magic (8 bytes), version, slots, then the pool's and the writer's nonces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+from typing import Self
+
+import numpy as np
+
+from tensorferry.codecs.errors import AttachRefused
+from tensorferry.codecs.memory.host import HostSegment
+from tensorferry.codecs.pool.ledger import Words
+
+PAGE_VERSION = 1
+_CONTROL_MAGIC, _ACK_MAGIC = b"TFCTRL\0\0", b"TFACKS\0\0"
+_HEADER = struct.Struct("<8sIIQQ")
+_HEADER_NBYTES = 64
+
+
+class Page:
+    """A page of control words, `columns` words for each slot."""
+
+    def __init__(self, segment: HostSegment, slots: int, columns: int) -> None:
+        self.segment = segment
+        words = segment.data[_HEADER_NBYTES : _HEADER_NBYTES + 4 * slots * columns].view(np.uint32)
+        self._arrays = [words[column * slots : (column + 1) * slots] for column in range(columns)]
+        #: The same words as plain memory: reading one costs a tenth of what numpy takes.
+        self._scalars = [array.data for array in self._arrays]
+
+    @classmethod
+    def _create(cls, magic: bytes, columns: int, slots: int, pool: int, writer: int) -> Self:
+        segment = HostSegment.create(_HEADER_NBYTES + 4 * slots * columns, "tensorferry-words")
+        header = _HEADER.pack(magic, PAGE_VERSION, slots, pool, writer)
+        segment.data[: len(header)] = np.frombuffer(header, np.uint8)
+        return cls(segment, slots, columns)
+
+    @classmethod
+    def _attach(cls, magic: bytes, columns: int, fd: int, slots: int, pool: int, writer: int) -> Self:
+        segment = HostSegment.attach(fd, _HEADER_NBYTES + 4 * slots * columns)
+        found = _HEADER.unpack(segment.data[: _HEADER.size].tobytes())
+        wanted = (magic, PAGE_VERSION, slots, pool, writer)
+        if found != wanted:
+            segment.close()
+            raise AttachRefused(f"a page with header {found}; {wanted} was announced")
+        return cls(segment, slots, columns)
+
+    def close(self) -> None:
+        self._scalars.clear()
+        self._arrays.clear()
+        self.segment.close()
+
+
+class ControlPage(Page):
+    """`lease`, `ready` and `poison`; written by the pool's producer alone."""
+
+    @classmethod
+    def create(cls, slots: int, pool: int, writer: int) -> Self:
+        return cls._create(_CONTROL_MAGIC, 3, slots, pool, writer)
+
+    @classmethod
+    def attach(cls, fd: int, slots: int, pool: int, writer: int) -> Self:
+        """The caller keeps `fd` and may close it at once. Raises AttachRefused."""
+        return cls._attach(_CONTROL_MAGIC, 3, fd, slots, pool, writer)
+
+    def lend(self, slot: int, generation: int) -> None:
+        self._scalars[0][slot] = generation
+        fence()
+
+    def set_ready(self, slot: int, generation: int) -> None:
+        fence()  # the bytes before the word that vouches for them
+        self._scalars[1][slot] = generation
+
+    def set_poison(self, slot: int, generation: int) -> None:
+        fence()
+        self._scalars[2][slot] = generation
+
+    def look(self, slot: int) -> tuple[int, int, int]:
+        """(lease, ready, poison) of a slot; what a consumer reads after this, it reads after them."""
+        words = self._scalars
+        seen = words[0][slot], words[1][slot], words[2][slot]
+        fence()
+        return seen
+
+    def ready_words(self) -> Words:
+        fence()
+        return self._arrays[1]
+
+
+class AckPage(Page):
+    """One word per slot of one pool; written by one consumer alone."""
+
+    @classmethod
+    def create(cls, slots: int, pool: int, writer: int) -> Self:
+        return cls._create(_ACK_MAGIC, 1, slots, pool, writer)
+
+    @classmethod
+    def attach(cls, fd: int, slots: int, pool: int, writer: int) -> Self:
+        """The caller keeps `fd` and may close it at once. Raises AttachRefused."""
+        return cls._attach(_ACK_MAGIC, 1, fd, slots, pool, writer)
+
+    def acknowledge(self, slot: int, generation: int) -> None:
+        fence()  # every read of the bytes before the word that gives them back
+        self._scalars[0][slot] = generation
+
+    def acknowledged(self, slot: int) -> int:
+        return self._scalars[0][slot]
+
+    def words(self) -> Words:
+        fence()
+        return self._arrays[0]
+
+
+if platform.machine() in ("x86_64", "AMD64"):
+
+    def fence() -> None:
+        """Order the memory accesses around a control word.
+
+        x86-64 keeps loads in order, stores in order, and loads before later stores, which is all that the words
+        need, and non-temporal stores end with a fence of their own in the copy routine that makes them.
+        """
+
+else:
+    # A mutex taken and released is a full fence for what happened before it and after it in this thread.
+    # Source: POSIX.1-2024, 4.15.2 Memory Synchronization.
+    _libc = ctypes.CDLL(None)
+    _mutex = ctypes.create_string_buffer(128)  # larger than pthread_mutex_t anywhere; zeros initialise it on Linux
+
+    def fence() -> None:
+        """Order the memory accesses around a control word: both calls synchronise memory, by POSIX."""
+        _libc.pthread_mutex_lock(_mutex)
+        _libc.pthread_mutex_unlock(_mutex)

@@ -1,0 +1,285 @@
+"""A bounded pool in shared memory whose ranges are lent, one lease a feature, and come back by acknowledgement.
+
+The pool joins the ledger (who has what), the control words (what everybody else can see) and the memory. It is
+thread-safe. It proves deaths itself, by the descriptors consumers sent of themselves, so a consumer that is
+killed gives everything back without anybody's help.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull
+from tensorferry.codecs.memory.host import HostSegment
+from tensorferry.codecs.messages import Nonce, PoolDescription, Wire
+from tensorferry.codecs.pool.control import AckPage, ControlPage
+from tensorferry.codecs.pool.ledger import Grant, Ledger
+
+RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
+
+
+class Export(Wire, frozen=True):
+    """What a consumer is given of a pool, beside the descriptors of its memory, control page and process."""
+
+    description: PoolDescription
+    producer: Nonce
+
+
+class Attachment(Wire, frozen=True):
+    """What a consumer gives back, beside the descriptors of its ack page and process."""
+
+    pool: Nonce
+    consumer: Nonce
+
+
+class PoolStatistics(msgspec.Struct, frozen=True):
+    capacity_nbytes: int
+    lent_nbytes: int
+    peak_lent_nbytes: int  #: most ever lent at once; choose the budget from this
+    longest_free_nbytes: int
+    free_ranges: int
+    lent_slots: int
+    peak_lent_slots: int
+    slots: int
+    consumers: int
+    leases: int  #: ever lent
+    refused: int  #: times no range or slot was free
+    struck_consumers: int  #: written off because they died
+
+
+class Pool:
+    """See the module. Made by `create`, lends through `lease`, and must be closed."""
+
+    def __init__(self, segment: HostSegment, control: ControlPage, description: PoolDescription, producer: int) -> None:
+        self.description = description
+        self.producer = producer
+        self._segment, self._control = segment, control
+        self._ledger = Ledger(description.nbytes, description.slots)
+        self._consumers: dict[int, _Consumer] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._leases = self._refused = self._struck = 0
+
+    @classmethod
+    def create(cls, nbytes: int, slots: int = 4096, *, producer: int | None = None) -> Pool:
+        """A pool of host memory, populated: nothing faults afterwards.
+
+        producer: the epoch of this process, random by default. Raises NoMemory.
+        """
+        producer = producer or new_nonce()
+        description = PoolDescription(new_nonce(), "host", nbytes, slots)
+        with ExitStack() as undo:
+            segment = HostSegment.create(nbytes, "tensorferry-pool")
+            undo.callback(segment.close)
+            control = ControlPage.create(slots, description.pool, producer)
+            undo.pop_all()
+        return cls(segment, control, description, producer)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- consumers
+
+    def export(self) -> tuple[Export, list[int]]:
+        """What `Reader.attach` needs: a description, and descriptors to send with SCM_RIGHTS.
+
+        The caller owns the descriptors (memory, control page, this process) and closes them once they are sent.
+        """
+        fds = [os.dup(self._segment.fd), os.dup(self._control.segment.fd), os.pidfd_open(os.getpid())]
+        return Export(self.description, self.producer), fds
+
+    def admit(self, attachment: Attachment, fds: Sequence[int]) -> int:
+        """Take a consumer's ack page and process descriptors, which are this pool's from now on.
+
+        Returns the consumer's column. Raises AttachRefused.
+        """
+        with ExitStack() as undo:
+            undo.callback(_close_all, fds)
+            if len(fds) != 2 or attachment.pool != self.description.pool:
+                raise AttachRefused(
+                    f"{len(fds)} descriptors for pool {attachment.pool}; 2 for pool {self.description.pool} are needed"
+                )
+            page = AckPage.attach(fds[0], self.description.slots, attachment.pool, attachment.consumer)
+            undo.callback(page.close)
+            with self._lock:
+                self._check_open()
+                column = self._ledger.admit()
+                self._consumers[column] = _Consumer(attachment.consumer, page, fds[1])
+            undo.pop_all()
+        os.close(fds[0])
+        return column
+
+    def strike(self, column: int) -> None:
+        """Write off a consumer that is proven dead; its leases need it no more."""
+        with self._lock:
+            self._strike(column)
+
+    def strike_dead(self) -> list[int]:
+        """Strike every consumer whose process is gone; returns their columns."""
+        with self._lock:
+            return self._strike_dead()
+
+    # --- leases
+
+    @contextmanager
+    def lease(self, nbytes: int) -> Iterator[Lease]:
+        """A range of the pool to write into. Raises PoolFull when nothing can be had now.
+
+        The block's end settles it: dispatched, and it is the consumers' until they acknowledge or die; not
+        dispatched, and it comes back. Nothing may write to the range after the block.
+        """
+        lease = Lease(self, self._lend(nbytes), nbytes)
+        try:
+            yield lease
+        finally:
+            lease._settle()
+
+    def reclaim(self) -> int:
+        """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
+        with self._lock:
+            return self._reclaim()
+
+    def statistics(self) -> PoolStatistics:
+        with self._lock:
+            ledger = self._ledger
+            return PoolStatistics(
+                capacity_nbytes=ledger.capacity_nbytes,
+                lent_nbytes=ledger.lent_nbytes,
+                peak_lent_nbytes=ledger.peak_lent_nbytes,
+                longest_free_nbytes=ledger.longest_free_nbytes,
+                free_ranges=ledger.free_ranges,
+                lent_slots=ledger.lent_slots,
+                peak_lent_slots=ledger.peak_lent_slots,
+                slots=self.description.slots,
+                consumers=len(self._consumers),
+                leases=self._leases,
+                refused=self._refused,
+                struck_consumers=self._struck,
+            )
+
+    def close(self) -> None:
+        """Give the memory up here; consumers that have it mapped keep it until they detach."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for column in list(self._consumers):
+                self._strike(column)
+            self._control.close()
+            self._segment.close()
+
+    # --- under the lock
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosed
+
+    def _lend(self, nbytes: int) -> Grant:
+        with self._lock:
+            self._check_open()
+            while True:
+                try:
+                    grant = self._ledger.lend(nbytes)
+                    break
+                except PoolFull:
+                    if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
+                        self._refused += 1
+                        raise
+            self._leases += 1
+            self._control.lend(grant.slot, grant.generation)
+            return grant
+
+    def _reclaim(self) -> int:
+        if self._closed:
+            return 0
+        acks = {column: consumer.page.words() for column, consumer in self._consumers.items()}
+        return len(self._ledger.reclaim(self._control.ready_words(), acks, RECLAIM_AT_ONCE))
+
+    def _strike(self, column: int) -> None:
+        consumer = self._consumers.pop(column)
+        self._ledger.strike(column)
+        consumer.page.close()
+        os.close(consumer.pidfd)
+
+    def _strike_dead(self) -> list[int]:
+        dead = [column for column, consumer in self._consumers.items() if is_dead(consumer.pidfd)]
+        for column in dead:
+            self._strike(column)
+        self._struck += len(dead)
+        return dead
+
+
+class Lease:
+    """An open lease, for the length of its block. `data` is uint8 of the size asked for."""
+
+    def __init__(self, pool: Pool, grant: Grant, nbytes: int) -> None:
+        self.grant = grant
+        self.nbytes = nbytes
+        self._pool = pool
+        self._published = False
+        self.data: npt.NDArray[np.uint8] = pool._segment.data[grant.offset : grant.offset + nbytes]
+
+    def publish(self) -> None:
+        """The bytes are complete. Implied by the first dispatch."""
+        if not self._published:
+            self._published = True
+            self._pool._control.set_ready(self.grant.slot, self.grant.generation)
+
+    def poison(self) -> None:
+        """The bytes will never be valid; consumers that were told get an error instead of a value."""
+        self._pool._control.set_poison(self.grant.slot, self.grant.generation)
+
+    def dispatch(self, columns: Iterable[int]) -> None:
+        """These consumers are about to be sent a proxy; call it before the send. Raises LeaseError."""
+        self.publish()
+        with self._pool._lock:
+            self._pool._ledger.dispatch(self.grant, columns)
+
+    def retract(self, column: int) -> None:
+        """The send to this consumer certainly did not happen."""
+        with self._pool._lock:
+            self._pool._ledger.retract(self.grant, column)
+
+    def _settle(self) -> None:
+        self.data = np.empty(0, np.uint8)
+        with self._pool._lock:
+            if self._pool._closed:
+                return
+            self.publish()  # also when cancelled: the writer is done, so the range may be lent again
+            self._pool._ledger.settle(self.grant)
+
+
+class _Consumer(NamedTuple):
+    epoch: int
+    page: AckPage
+    pidfd: int
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def new_nonce() -> int:
+    """A random name that is never reused: a pool's, or one life of a process (1 .. 2^63-1)."""
+    return secrets.randbits(62) + 1
+
+
+def is_dead(pidfd: int) -> bool:
+    """Whether the process behind a pidfd has ended (Linux pidfd_open(2): readable once it has)."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

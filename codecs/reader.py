@@ -1,0 +1,186 @@
+"""The consumer's side: proxies in, bytes out, exactly one acknowledgement per lease.
+
+One Reader per process. However many proxies name a lease and however often each is opened, the reader counts
+the releases and acknowledges once, when the count its producer declared is reached. Thread-safe, so that a
+copy thread can open and release.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from tensorferry.codecs.errors import (
+    AttachRefused,
+    BadTensor,
+    LeaseNotReady,
+    LeasePoisoned,
+    PeerGone,
+    StaleLease,
+)
+from tensorferry.codecs.frames import Buffer, open_inline
+from tensorferry.codecs.memory.host import HostSegment
+from tensorferry.codecs.messages import Inline, Payload, Proxy
+from tensorferry.codecs.pool.control import AckPage, ControlPage
+from tensorferry.codecs.pool.pool import Attachment, Export, is_dead, new_nonce
+from tensorferry.codecs.tensors import View, nbytes_of
+
+
+class Reader:
+    """See the module."""
+
+    def __init__(self, consumer: int | None = None) -> None:
+        """consumer: the epoch of this process, random by default."""
+        self.consumer = consumer or new_nonce()
+        self._pools: dict[int, _Import] = {}
+        self._due: dict[tuple[int, int, int], int] = {}  # (pool, slot, generation) -> releases still to come
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- pools
+
+    @property
+    def pools(self) -> frozenset[int]:
+        return frozenset(self._pools)
+
+    def attach(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
+        """Map a peer's pool; takes over the descriptors that came with the export.
+
+        Returns what `Pool.admit` needs, with descriptors (ack page, this process) that the caller closes once
+        they are sent. Raises AttachRefused, having closed everything.
+        """
+        description = export.description
+        with ExitStack() as undo, ExitStack() as received:
+            for fd in fds:
+                received.callback(os.close, fd)
+            if description.memory != "host" or len(fds) != 3 or description.pool in self._pools:
+                raise AttachRefused(
+                    f"cannot map pool {description.pool} of {description.memory} memory from {len(fds)} descriptors"
+                )
+            segment = HostSegment.attach(fds[0], description.nbytes)
+            undo.callback(segment.close)
+            control = ControlPage.attach(fds[1], description.slots, description.pool, export.producer)
+            undo.callback(control.close)
+            acks = AckPage.create(description.slots, description.pool, self.consumer)
+            undo.callback(acks.close)
+            sent = [os.dup(acks.segment.fd), os.pidfd_open(os.getpid())]
+            self._pools[description.pool] = _Import(segment, control, acks, os.dup(fds[2]))
+            undo.pop_all()
+        return Attachment(description.pool, self.consumer), sent
+
+    def detach(self, pool: int) -> None:
+        """Forget a pool; its memory is unmapped here once no view is out. No-op for one that is not attached."""
+        with self._lock:
+            imported = self._pools.pop(pool, None)
+            self._due = {key: due for key, due in self._due.items() if key[0] != pool}
+        if imported is not None:
+            imported.close()
+
+    def close(self) -> None:
+        for pool in list(self._pools):
+            self.detach(pool)
+
+    # --- payloads
+
+    def is_ready(self, proxy: Proxy) -> bool:
+        """Whether `open` would give the bytes now; False only while the producer is still writing.
+
+        Raises as `open` does when it never will.
+        """
+        imported, _ = self._find(proxy)
+        return self._is_ready(imported, proxy)
+
+    @contextmanager
+    def open(self, payload: Payload, frames: Sequence[Buffer] = ()) -> Iterator[View]:
+        """Borrow a payload's bytes for the length of the block; the block's end counts as one release.
+
+        frames: the inline frames of the message the payload came in. Nothing may read the view after the
+        block: for a proxy the bytes are then somebody else's. Raises StaleLease (over, or acknowledged
+        already), LeasePoisoned, LeaseNotReady (see `is_ready`), PeerGone, BadTensor; a failed open of a living
+        lease counts as its release too, so that one bad reader wedges nobody.
+        """
+        if isinstance(payload, Inline):
+            yield open_inline(payload, frames)
+            return
+        imported, view = self._find(payload)
+        try:
+            if view is None:
+                raise BadTensor(f"{payload} reaches past its pool's {imported.segment.nbytes} bytes")
+            if not self._is_ready(imported, payload):
+                raise LeaseNotReady(payload.slot, payload.generation, "is not written yet")
+            yield view
+        finally:
+            del view
+            self._release(imported, payload)
+
+    def acknowledge(self, payload: Payload) -> None:
+        """Release a payload without reading it: an embedding-cache hit, or a request that was given up.
+
+        Safe at any time, also before the bytes are ready. Raises StaleLease when nothing is owed, PeerGone.
+        """
+        if isinstance(payload, Proxy):
+            imported, _ = self._find(payload)
+            self._release(imported, payload)
+
+    def _find(self, proxy: Proxy) -> tuple[_Import, View | None]:
+        """The pool of a living lease, and its bytes (None: the proxy's numbers lie outside the pool)."""
+        imported = self._pools.get(proxy.pool)
+        if imported is None:
+            raise PeerGone(f"pool {proxy.pool}", "is not attached here")
+        if proxy.slot >= imported.slots:
+            raise BadTensor(f"slot {proxy.slot} of a pool with {imported.slots}")
+        lease = imported.control.look(proxy.slot)[0]
+        if lease != proxy.generation:
+            raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
+        if imported.acks.acknowledged(proxy.slot) == proxy.generation:
+            raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
+        end = proxy.offset + nbytes_of(proxy.dtype, proxy.shape)
+        if end > imported.segment.nbytes:
+            return imported, None
+        return imported, View(imported.segment.data[proxy.offset : end], proxy.dtype, proxy.shape)
+
+    def _is_ready(self, imported: _Import, proxy: Proxy) -> bool:
+        _, ready, poison = imported.control.look(proxy.slot)
+        if poison == proxy.generation:
+            raise LeasePoisoned(proxy.slot, proxy.generation, "will never be valid: its producer said so")
+        if ready == proxy.generation:
+            return True
+        if is_dead(imported.producer):
+            raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
+        return False
+
+    def _release(self, imported: _Import, proxy: Proxy) -> None:
+        key = proxy.pool, proxy.slot, proxy.generation
+        with self._lock:
+            due = self._due.pop(key, proxy.uses) - 1
+            if due > 0:
+                self._due[key] = due
+            elif proxy.pool in self._pools:
+                imported.acks.acknowledge(proxy.slot, proxy.generation)
+
+
+class _Import(NamedTuple):
+    """A peer's pool as it is mapped here."""
+
+    segment: HostSegment
+    control: ControlPage
+    acks: AckPage
+    producer: int  #: pidfd
+
+    @property
+    def slots(self) -> int:
+        return self.acks.words().size
+
+    def close(self) -> None:
+        self.segment.close()
+        self.control.close()
+        self.acks.close()
+        os.close(self.producer)

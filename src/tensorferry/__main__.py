@@ -1,0 +1,5 @@
+"""`python -m tensorferry` is the `tensorferry` command."""
+
+from tensorferry.cli.main import main
+
+main()

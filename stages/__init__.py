@@ -1,0 +1,1 @@
+"""What the processes do: tokenizer, encoder, scheduler; processors, model adapters, engine adapters."""
