@@ -191,3 +191,14 @@ class PeerBusy(FerryError):
 
     def __str__(self) -> str:
         return f"{self.peer} does not keep up: its queue is full"
+
+
+class ChannelClosed(FerryError):
+    """The channel was closed by this process; nothing was sent or taken."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
+
+    def __str__(self) -> str:
+        return f"the channel at {self.address} is closed"

@@ -11,7 +11,7 @@ import numpy as np
 
 from tensorferry.codecs.errors import BadMessage, FerryError
 from tensorferry.codecs.messages import Inline, Message
-from tensorferry.codecs.tensors import View, nbytes_of
+from tensorferry.codecs.tensors import DTYPES, View, nbytes_of
 
 #: Anything with a buffer: what ZeroMQ sends, and what it hands out.
 Buffer = Any
@@ -53,9 +53,10 @@ def decode(frames: Sequence[Buffer], limits: Limits) -> tuple[Message, Sequence[
 
 
 def open_inline(payload: Inline, frames: Sequence[Buffer]) -> View:
-    """A view over an inline payload's frame; aligned, so copied only where the frame is not.
+    """A view over an inline payload's frame; aligned for its dtype, so copied only where the frame is not.
 
-    Raises BadMessage when the frame is missing or its length is not what dtype and shape say.
+    Raises BadMessage when the frame is missing or its length is not what dtype and shape say; UnsupportedDtype,
+    BadTensor. Allocates nothing before that.
     """
     if payload.frame >= len(frames):
         raise BadMessage(f"payload points at frame {payload.frame} of {len(frames)}")
@@ -65,6 +66,6 @@ def open_inline(payload: Inline, frames: Sequence[Buffer]) -> View:
         raise BadMessage(
             f"frame {payload.frame} has {data.nbytes} bytes; {payload.dtype} {payload.shape} needs {nbytes}"
         )
-    if data.ctypes.data % 64:
+    if data.ctypes.data % DTYPES[payload.dtype]:
         data = data.copy()
     return View(data, payload.dtype, payload.shape)

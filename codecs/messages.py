@@ -2,9 +2,10 @@
 
 A message is one msgpack array: an integer tag, then the fields in the order below; `frames.py` adds the
 frames that inline payloads point at. Structs are frozen, carry no behaviour, and are strict: unknown tags,
-extra fields and wrong types are refused. Numbers that a peer supplies are checked here, before anything is
-allocated. Request ids are 16 bytes, content hashes 16; token ids are little-endian int32 bytes; times are
-CLOCK_MONOTONIC nanoseconds of the sender's node.
+extra fields and wrong types are refused, and every number has a range. Whether a payload's dtype, shape and
+bytes agree is checked where it is opened, still before anything is allocated: a lie there fails its own request,
+and the leases of the message's other payloads, and its own, come back. Request ids are 16 bytes, content hashes
+16; token ids are little-endian int32 bytes; times are CLOCK_MONOTONIC nanoseconds of the sender's node.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tensorferry.codecs.tensors import nbytes_of
-
 PROTOCOL_VERSION = 1
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Nanoseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: of the sender's CLOCK_MONOTONIC
 Generation = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Nonce = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]  #: random, never 0: one life of a process, or one pool
 RequestId = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -50,9 +50,6 @@ class Proxy(Wire, frozen=True, tag=1):
     consumers: Annotated[int, Meta(ge=1, le=1024)] = 1  #: how many processes this lease waits for
     uses: Annotated[int, Meta(ge=1, le=65536)] = 1  #: releases by this receiver that make its one acknowledgement
 
-    def __post_init__(self) -> None:
-        nbytes_of(self.dtype, self.shape)
-
 
 class Inline(Wire, frozen=True, tag=2):
     """The bytes are frame `frame` of this multipart message (0 is the first after the header)."""
@@ -60,9 +57,6 @@ class Inline(Wire, frozen=True, tag=2):
     frame: Annotated[int, Meta(ge=0, lt=65536)]
     dtype: Name
     shape: Shape
-
-    def __post_init__(self) -> None:
-        nbytes_of(self.dtype, self.shape)
 
 
 Payload = Proxy | Inline
@@ -130,9 +124,17 @@ class Ready(Wire, frozen=True, tag=13):
     refusal: Text = ""  #: why your pool cannot be read here; send me inline payloads
 
 
+class Gauge(Wire, frozen=True):
+    """A number of a process's own, such as `pool_peak_lent_nbytes`."""
+
+    name: Name
+    value: float
+
+
 class Heartbeat(Wire, frozen=True, tag=14):
     origin: Origin
     in_flight: Count  #: requests this process has accepted and not finished
+    gauges: Annotated[tuple[Gauge, ...], Meta(max_length=256)] = ()
 
 
 class Member(Wire, frozen=True):
@@ -140,6 +142,7 @@ class Member(Wire, frozen=True):
     rank: Index
     epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: 0: never seen
     state: Name  #: waiting, ready, quarantined, leaving, gone
+    gauges: tuple[Gauge, ...] = ()  #: of its last heartbeat
 
 
 class Members(Wire, frozen=True, tag=15):
@@ -219,7 +222,7 @@ class Mark(Wire, frozen=True):
     """`step` was reached at `at_ns`."""
 
     step: Name
-    at_ns: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    at_ns: Nanoseconds
 
 
 class ItemReport(Wire, frozen=True):
@@ -303,7 +306,7 @@ class Admit(Wire, frozen=True, tag=40):
     token_ids: Annotated[bytes, Meta(max_length=1 << 24)]
     spans: tuple[Span, ...]
     output_tokens: Count
-    deadline_ns: Count  #: of the owner's clock
+    deadline_ns: Nanoseconds  #: of the owner's clock
 
 
 class Item(Wire, frozen=True):
@@ -326,7 +329,7 @@ class Encode(Wire, frozen=True, tag=41):
     encoders: tuple[Rank, ...]  #: every rank of the assignment, in order
     schedulers: tuple[Rank, ...]  #: who gets the embeddings
     items: tuple[Item, ...]
-    deadline_ns: Count
+    deadline_ns: Nanoseconds
 
 
 class Embedding(Wire, frozen=True):

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from tensorferry.codecs.errors import PoolFull
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
-from tensorferry.codecs.tensors import View, nbytes_of, view_of
-
-#: Where tensors of a packed draft start: enough for any dtype, a cache line, and the widest vector store.
-ALIGNMENT = 64
+from tensorferry.codecs.tensors import ALIGNMENT, View, nbytes_of, view_of
 
 Layout = Sequence[tuple[str, tuple[int, ...]]]  #: (dtype, shape) of each tensor
 
@@ -43,17 +39,12 @@ class Publisher:
         #: Drafts by how they travelled: `pool`, or inline as `small`, `no_pool`, `pool_full`.
         self.drafts: Counter[str] = Counter()
 
-    @contextmanager
-    def draft(self, layout: Layout) -> Iterator[Draft]:
-        """Memory for the tensors of one item, packed, to be written, dispatched and sent within the block.
+    def draft(self, layout: Layout) -> Draft:
+        """Memory for the tensors of one item, packed, to be written, dispatched and sent within a `with` block.
 
         Raises UnsupportedDtype or BadTensor. Never waits and never fails for lack of room.
         """
-        offsets, nbytes = _pack(layout)
-        with ExitStack() as block:
-            lease = self._lease(block, nbytes)
-            data = np.empty(nbytes, np.uint8) if lease is None else lease.data
-            yield Draft(layout, offsets, data, lease, self.pool)
+        return Draft(self, layout)
 
     @contextmanager
     def publish(self, *tensors: Any) -> Iterator[Draft]:
@@ -64,16 +55,17 @@ class Publisher:
                 place.copy_from(view)
             yield draft
 
-    def _lease(self, block: ExitStack, nbytes: int) -> Lease | None:
-        """Room in the pool for the length of the block; None: go inline, counted with the reason."""
+    def _lease(self, nbytes: int) -> Lease | None:
+        """Room in the pool, its block entered; None: go inline, counted with the reason."""
         if self.pool is None:
             self.drafts["no_pool"] += 1
             return None
         if nbytes < self._inline_below_nbytes:
             self.drafts["small"] += 1
             return None
+        lease = self.pool.lease(nbytes)
         try:
-            lease = block.enter_context(self.pool.lease(nbytes))
+            lease.__enter__()
         except PoolFull as full:
             self.drafts["pool_full"] += 1
             self._on_fallback(full, self.pool)
@@ -83,22 +75,29 @@ class Publisher:
 
 
 class Draft:
-    """The tensors of one item, being made. `views` are writable until the first dispatch."""
+    """The tensors of one item, being made, for the length of its block. `views` are writable until the first
+    dispatch."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        offsets: Sequence[int],
-        data: npt.NDArray[np.uint8],
-        lease: Lease | None,
-        pool: Pool | None,
-    ) -> None:
+    views: list[View]
+
+    def __init__(self, publisher: Publisher, layout: Layout) -> None:
+        self._publisher, self._layout = publisher, layout
+        self._places, self._nbytes = _pack(layout)
+        self._lease: Lease | None = None
+        self._pool = 0 if publisher.pool is None else publisher.pool.description.pool
+
+    def __enter__(self) -> Self:
+        lease = self._lease = self._publisher._lease(self._nbytes)
+        data = np.empty(self._nbytes, np.uint8) if lease is None else lease.data
         self.views = [
-            View(data[offset : offset + nbytes_of(dtype, shape)], dtype, shape)
-            for offset, (dtype, shape) in zip(offsets, layout, strict=True)
+            View(data[start:end], dtype, shape)
+            for (start, end), (dtype, shape) in zip(self._places, self._layout, strict=True)
         ]
-        self._offsets, self._lease = offsets, lease
-        self._pool = 0 if pool is None else pool.description.pool
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._lease.__exit__()
 
     @property
     def transport(self) -> str:
@@ -116,26 +115,26 @@ class Draft:
         message's inline frames; what travels inline is appended. consumers: how many processes this draft goes
         to; uses: how often this consumer releases each tensor. Raises LeaseError.
         """
-        if self._lease is None or column is None:
+        if self._lease is None or column is None or not self.views:  # no tensor: nobody would acknowledge
             payloads: list[Payload] = []
             for view in self.views:
                 payloads.append(Inline(len(frames), view.dtype, view.shape))
                 frames.append(view.data if self._lease is None else view.data.copy())
             return payloads
         self._lease.dispatch((column,))
-        slot, generation, start, _ = self._lease.grant
+        slot, generation, offset, _ = self._lease.grant
         return [
             Proxy(
                 self._pool,
                 slot,
                 generation,
-                start + offset,
+                offset + start,
                 view.dtype,
                 view.shape,
                 consumers,
                 uses * len(self.views),
             )
-            for offset, view in zip(self._offsets, self.views, strict=True)
+            for (start, _), view in zip(self._places, self.views, strict=True)
         ]
 
     def retract(self, column: int | None) -> None:
@@ -144,10 +143,11 @@ class Draft:
             self._lease.retract(column)
 
 
-def _pack(layout: Layout) -> tuple[list[int], int]:
-    offsets, end = [], 0
+def _pack(layout: Layout) -> tuple[list[tuple[int, int]], int]:
+    """Where each tensor lies, from byte to byte, and how many there are in all."""
+    places, end = [], 0
     for dtype, shape in layout:
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
-        offsets.append(offset)
-        end = offset + nbytes_of(dtype, shape)
-    return offsets, end
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + nbytes_of(dtype, shape)
+        places.append((start, end))
+    return places, end

@@ -1,8 +1,8 @@
 """The consumer's side: proxies in, bytes out, exactly one acknowledgement per lease.
 
 One Reader per process. However many proxies name a lease and however often each is opened, the reader counts
-the releases and acknowledges once, when the count its producer declared is reached. Thread-safe, so that a
-copy thread can open and release.
+the releases and acknowledges once: when the count its producer declared is reached and no block has it open
+any more. Thread-safe, so that a copy thread can open and release.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from tensorferry.codecs.errors import (
     AttachRefused,
@@ -25,8 +25,8 @@ from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.control import AckPage, ControlPage
-from tensorferry.codecs.pool.pool import Attachment, Export, is_dead, new_nonce
-from tensorferry.codecs.tensors import View, nbytes_of
+from tensorferry.codecs.pool.pool import Attachment, Export, check_pidfd, is_dead, new_nonce
+from tensorferry.codecs.tensors import ALIGNMENT, View, nbytes_of
 
 
 class Reader:
@@ -36,7 +36,6 @@ class Reader:
         """consumer: the epoch of this process, random by default."""
         self.consumer = consumer or new_nonce()
         self._pools: dict[int, _Import] = {}
-        self._due: dict[tuple[int, int, int], int] = {}  # (pool, slot, generation) -> releases still to come
         self._lock = threading.Lock()
 
     def __enter__(self) -> Reader:
@@ -65,6 +64,7 @@ class Reader:
                 raise AttachRefused(
                     f"cannot map pool {description.pool} of {description.memory} memory from {len(fds)} descriptors"
                 )
+            check_pidfd(fds[2])
             segment = HostSegment.attach(fds[0], description.nbytes)
             undo.callback(segment.close)
             control = ControlPage.attach(fds[1], description.slots, description.pool, export.producer)
@@ -72,7 +72,7 @@ class Reader:
             acks = AckPage.create(description.slots, description.pool, self.consumer)
             undo.callback(acks.close)
             sent = [os.dup(acks.segment.fd), os.pidfd_open(os.getpid())]
-            self._pools[description.pool] = _Import(segment, control, acks, os.dup(fds[2]))
+            self._pools[description.pool] = _Import(segment, control, acks, description.slots, os.dup(fds[2]))
             undo.pop_all()
         return Attachment(description.pool, self.consumer), sent
 
@@ -80,9 +80,8 @@ class Reader:
         """Forget a pool; its memory is unmapped here once no view is out. No-op for one that is not attached."""
         with self._lock:
             imported = self._pools.pop(pool, None)
-            self._due = {key: due for key, due in self._due.items() if key[0] != pool}
-        if imported is not None:
-            imported.close()
+            if imported is not None:
+                imported.close()
 
     def close(self) -> None:
         for pool in list(self._pools):
@@ -95,30 +94,28 @@ class Reader:
 
         Raises as `open` does when it never will.
         """
-        imported, _ = self._find(proxy)
-        return self._is_ready(imported, proxy)
+        with self._lock:
+            imported = self._living(proxy)
+            imported.view(proxy)
+            return imported.is_ready(proxy)
 
     @contextmanager
     def open(self, payload: Payload, frames: Sequence[Buffer] = ()) -> Iterator[View]:
         """Borrow a payload's bytes for the length of the block; the block's end counts as one release.
 
         frames: the inline frames of the message the payload came in. Nothing may read the view after the
-        block: for a proxy the bytes are then somebody else's. Raises StaleLease (over, or acknowledged
-        already), LeasePoisoned, LeaseNotReady (see `is_ready`), PeerGone, BadTensor; a failed open of a living
-        lease counts as its release too, so that one bad reader wedges nobody.
+        block: for a proxy the bytes are then somebody else's. However often a lease is open here at once, its
+        bytes stay until the last block ends. Raises StaleLease (over, or acknowledged already), LeasePoisoned,
+        LeaseNotReady (see `is_ready`), PeerGone, BadTensor, UnsupportedDtype; for Inline also BadMessage. A
+        failed open of a living lease counts as its release too, so that one bad reader wedges nobody.
         """
         if isinstance(payload, Inline):
             yield open_inline(payload, frames)
             return
-        imported, view = self._find(payload)
+        imported = self._hold(payload)
         try:
-            if view is None:
-                raise BadTensor(f"{payload} reaches past its pool's {imported.segment.nbytes} bytes")
-            if not self._is_ready(imported, payload):
-                raise LeaseNotReady(payload.slot, payload.generation, "is not written yet")
-            yield view
+            yield self._look(imported, payload)
         finally:
-            del view
             self._release(imported, payload)
 
     def acknowledge(self, payload: Payload) -> None:
@@ -127,11 +124,37 @@ class Reader:
         Safe at any time, also before the bytes are ready. Raises StaleLease when nothing is owed, PeerGone.
         """
         if isinstance(payload, Proxy):
-            imported, _ = self._find(payload)
-            self._release(imported, payload)
+            self._release(self._hold(payload), payload)
 
-    def _find(self, proxy: Proxy) -> tuple[_Import, View | None]:
-        """The pool of a living lease, and its bytes (None: the proxy's numbers lie outside the pool)."""
+    def _hold(self, proxy: Proxy) -> _Import:
+        """Count one user of a living lease in; each must be counted out by `_release`."""
+        with self._lock:
+            imported = self._living(proxy)
+            imported.held.setdefault((proxy.slot, proxy.generation), _Held(proxy.uses)).users += 1
+            return imported
+
+    def _release(self, imported: _Import, proxy: Proxy) -> None:
+        """Count one user out; the last of the last declared use acknowledges."""
+        with self._lock:
+            held = imported.held[proxy.slot, proxy.generation]
+            held.users -= 1
+            held.due -= 1
+            if held.users == 0 and held.due <= 0:
+                del imported.held[proxy.slot, proxy.generation]
+                if self._pools.get(proxy.pool) is imported:
+                    imported.acks.acknowledge(proxy.slot, proxy.generation)
+
+    def _look(self, imported: _Import, proxy: Proxy) -> View:
+        with self._lock:
+            if self._pools.get(proxy.pool) is not imported:
+                raise PeerGone(f"pool {proxy.pool}", "was detached")
+            view = imported.view(proxy)
+            if not imported.is_ready(proxy):
+                raise LeaseNotReady(proxy.slot, proxy.generation, "is not written yet")
+            return view
+
+    def _living(self, proxy: Proxy) -> _Import:
+        """The pool of a lease that this process has not acknowledged. Raises PeerGone, BadTensor, StaleLease."""
         imported = self._pools.get(proxy.pool)
         if imported is None:
             raise PeerGone(f"pool {proxy.pool}", "is not attached here")
@@ -142,42 +165,42 @@ class Reader:
             raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
         if imported.acks.acknowledged(proxy.slot) == proxy.generation:
             raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
-        end = proxy.offset + nbytes_of(proxy.dtype, proxy.shape)
-        if end > imported.segment.nbytes:
-            return imported, None
-        return imported, View(imported.segment.data[proxy.offset : end], proxy.dtype, proxy.shape)
+        return imported
 
-    def _is_ready(self, imported: _Import, proxy: Proxy) -> bool:
-        _, ready, poison = imported.control.look(proxy.slot)
+
+@dataclass(slots=True)
+class _Held:
+    """What this process still has to do with a lease."""
+
+    due: int  #: releases to come, by its producer's word
+    users: int = 0  #: who has it open now, or is about to
+
+
+class _Import:
+    """A peer's pool as it is mapped here."""
+
+    def __init__(self, segment: HostSegment, control: ControlPage, acks: AckPage, slots: int, producer: int) -> None:
+        """producer: its pidfd."""
+        self.segment, self.control, self.acks = segment, control, acks
+        self.slots, self.producer = slots, producer
+        self.held: dict[tuple[int, int], _Held] = {}  #: by (slot, generation)
+
+    def view(self, proxy: Proxy) -> View:
+        """The bytes a proxy names. Raises UnsupportedDtype or BadTensor; allocates nothing."""
+        end = proxy.offset + nbytes_of(proxy.dtype, proxy.shape)
+        if end > self.segment.nbytes or proxy.offset % ALIGNMENT:
+            raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.segment.nbytes}")
+        return View(self.segment.data[proxy.offset : end], proxy.dtype, proxy.shape)
+
+    def is_ready(self, proxy: Proxy) -> bool:
+        _, ready, poison = self.control.look(proxy.slot)
         if poison == proxy.generation:
             raise LeasePoisoned(proxy.slot, proxy.generation, "will never be valid: its producer said so")
         if ready == proxy.generation:
             return True
-        if is_dead(imported.producer):
+        if is_dead(self.producer):
             raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
         return False
-
-    def _release(self, imported: _Import, proxy: Proxy) -> None:
-        key = proxy.pool, proxy.slot, proxy.generation
-        with self._lock:
-            due = self._due.pop(key, proxy.uses) - 1
-            if due > 0:
-                self._due[key] = due
-            elif proxy.pool in self._pools:
-                imported.acks.acknowledge(proxy.slot, proxy.generation)
-
-
-class _Import(NamedTuple):
-    """A peer's pool as it is mapped here."""
-
-    segment: HostSegment
-    control: ControlPage
-    acks: AckPage
-    producer: int  #: pidfd
-
-    @property
-    def slots(self) -> int:
-        return self.acks.words().size
 
     def close(self) -> None:
         self.segment.close()

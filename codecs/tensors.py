@@ -5,7 +5,6 @@ Imports without torch; `View.torch()` imports it on first use.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +45,8 @@ DTYPES: dict[str, int] = {
 #: The dtypes of the table that numpy has too, under the same name.
 NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPES if name in np.sctypeDict}
 
+#: Where every tensor in a pool starts: enough for any dtype, a cache line, and the widest vector store.
+ALIGNMENT = 64
 MAX_DIMENSIONS = 8
 MAX_NBYTES = 1 << 40  # 1 TiB: above every pool; below it no product of ours overflows 64 bits
 
@@ -60,13 +61,14 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
         raise UnsupportedDtype(dtype)
     if len(shape) > MAX_DIMENSIONS:
         raise BadTensor(f"{len(shape)} dimensions; at most {MAX_DIMENSIONS} can be ferried")
-    nbytes = itemsize
+    nbytes, span = itemsize, itemsize
     for extent in shape:
         if extent < 0:
             raise BadTensor(f"shape {shape} has a negative extent")
         nbytes *= extent
-    if nbytes > MAX_NBYTES:
-        raise BadTensor(f"shape {shape} of {dtype} is {nbytes} bytes; at most {MAX_NBYTES} can be ferried")
+        span *= extent or 1  # numpy and torch count a zero extent as one when they lay out the others
+    if span > MAX_NBYTES:
+        raise BadTensor(f"shape {shape} of {dtype} spans {span} bytes; at most {MAX_NBYTES} can be ferried")
     return nbytes
 
 
@@ -103,12 +105,22 @@ class View:
     def torch(self) -> torch.Tensor:
         """The tensor as a torch tensor over the same bytes."""
         import torch
+        from torch.utils.dlpack import from_dlpack
 
         dtype: torch.dtype = getattr(torch, self.dtype)  # a name of our own table
         if not self.data.nbytes:
             return torch.empty(self.shape, dtype=dtype)
         # Not from_numpy, which warns of read-only memory, and that is what a consumer maps.
-        return torch.from_dlpack(self.data).view(dtype).view(self.shape)
+        return from_dlpack(self.data).view(dtype).view(self.shape)
+
+    @classmethod
+    def empty(cls, dtype: str, shape: tuple[int, ...]) -> View:
+        """A tensor of private memory, its bytes not set."""
+        return cls(np.empty(nbytes_of(dtype, shape), np.uint8), dtype, shape)
+
+    def copy(self) -> View:
+        """The same tensor in private memory."""
+        return View(self.data.copy(), self.dtype, self.shape)
 
     def copy_from(self, source: View) -> None:
         """Copy another tensor of the same dtype and shape into these bytes."""
@@ -135,12 +147,11 @@ def view_of(tensor: Any) -> View:
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedDtype(type(tensor).__name__)
     name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES or tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise UnsupportedDtype(f"{name} ({tensor.layout}, {tensor.device})")
+    if name not in DTYPES or tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+        raise UnsupportedDtype(f"{name} ({'nested' if tensor.is_nested else tensor.layout}, {tensor.device})")
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    data = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)
-    return View(data, name, tuple(tensor.shape))
-
-
-def element_count(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
+    if not dense.numel():
+        return View(np.empty(0, np.uint8), name, tuple(tensor.shape))
+    # Not reshape(-1): of a single element torch calls any stride contiguous, and keeps it.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return View(flat.view(torch.uint8).numpy(), name, tuple(tensor.shape))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import AttachRefused, FerryError
+from tensorferry.codecs.memory.available import available_nbytes
 
 #: Linux 5.1; Python 3.13 names it fcntl.F_SEAL_FUTURE_WRITE: mappings made from now on are read-only, the
 #: owner's own, made before, stays writable.
@@ -41,8 +42,8 @@ class NoMemory(FerryError):
 class HostSegment:
     """Bytes of a memfd, mapped here. `data` is uint8 of shape (nbytes,), writable only for the creator.
 
-    Holds: a descriptor (`fd`, until `close_fd`) and a mapping (until `close`; views that outlive it keep the
-    mapping, and only the mapping, alive until they go).
+    Holds: a descriptor (`fd`, until `close_fd`) and a mapping, with the duplicate of the descriptor that Python's
+    mmap keeps beside it (until `close`; views that outlive it keep these two alive until they go).
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap, nbytes: int) -> None:
@@ -57,6 +58,8 @@ class HostSegment:
 
         name: shown in /proc/PID/maps. Raises NoMemory, having left nothing behind.
         """
+        if nbytes > (available := available_nbytes()):
+            raise NoMemory(nbytes, f"{available} are available")
         with ExitStack() as undo:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             undo.callback(os.close, fd)
@@ -76,7 +79,8 @@ class HostSegment:
         """Map a peer's segment read-only. The caller keeps `fd` and may close it at once.
 
         Raises AttachRefused unless it is a memfd of exactly nbytes that can neither shrink, grow nor be mapped
-        writable (an unsealed one could be truncated under us, which kills readers with SIGBUS).
+        writable (an unsealed one could be truncated under us, which kills readers with SIGBUS), with all of its
+        pages present (else reading it here would make them, at our expense).
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -84,8 +88,11 @@ class HostSegment:
             raise AttachRefused(f"not a memfd: {problem.strerror}") from None
         if seals & SEALS != SEALS:
             raise AttachRefused(f"a memfd with seals {seals:#x}; {SEALS:#x} are needed")
-        if (found := os.fstat(fd).st_size) != nbytes:
-            raise AttachRefused(f"a memfd of {found} bytes; {nbytes} were announced")
+        found = os.fstat(fd)
+        if nbytes <= 0 or found.st_size != nbytes:
+            raise AttachRefused(f"a memfd of {found.st_size} bytes; {nbytes} were announced")
+        if found.st_blocks * 512 < nbytes:
+            raise AttachRefused(f"a memfd with {found.st_blocks * 512} of its {nbytes} bytes present")
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         _advise(mapping, _MADV_DONTFORK)
         _advise(mapping, _MADV_POPULATE_READ)

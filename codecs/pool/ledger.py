@@ -54,6 +54,7 @@ class Ledger:
         self._settled: dict[int, tuple[Grant, list[int]]] = {}
         self._due = np.zeros(slots, np.uint32)  # generation of the settled lease, 0: none
         self._need: dict[int, Words] = {}  # column -> all bits set where that column must still acknowledge
+        self._admitted = 0  # columns ever given out
         self._retired_slots = 0
         self.lent_nbytes = self.peak_lent_nbytes = self.peak_lent_slots = 0
         self._scratch = np.empty(slots, np.uint32)
@@ -100,13 +101,16 @@ class Ledger:
     # --- consumers
 
     def admit(self) -> int:
-        """A column for a new consumer: the lowest that nobody has."""
-        column = next(number for number in range(len(self._need) + 1) if number not in self._need)
+        """A column for a new consumer. Never one that was struck: a producer that has not heard of the death yet
+        would make the newcomer owe an acknowledgement for what only the dead were told."""
+        column = self._admitted
+        self._admitted += 1
         self._need[column] = np.zeros_like(self._due)
         return column
 
     def strike(self, column: int) -> None:
-        """Write off a consumer that is proven dead: no lease needs it any more."""
+        """Write off a consumer that is proven dead: no lease needs it any more. Raises KeyError for one that
+        has no column."""
         del self._need[column]
         for leases in (self._open, self._settled):
             for _, columns in leases.values():
@@ -131,20 +135,31 @@ class Ledger:
         return grant
 
     def dispatch(self, grant: Grant, columns: Iterable[int]) -> None:
-        """These columns are about to be told; each must acknowledge before the lease can end."""
+        """These columns are about to be told; each must acknowledge before the lease can end.
+
+        Raises LeaseError when a column is nobody's, never was or was struck; then none of them is named.
+        """
         named = self._opened(grant)
+        columns = tuple(columns)
         for column in columns:
-            need = self._need.get(column)
-            if need is None:
+            if column not in self._need:
                 raise LeaseError(grant.slot, grant.generation, f"no consumer has column {column}")
+        for column in columns:
             if column not in named:
                 named.append(column)
-                need[grant.slot] = _ALL_BITS
+                self._need[column][grant.slot] = _ALL_BITS
 
     def retract(self, grant: Grant, column: int) -> None:
-        """This column was not told after all, and that is certain (a send that refused as a whole)."""
-        self._opened(grant).remove(column)
-        self._need[column][grant.slot] = 0
+        """This column was not told after all, and that is certain (a send that refused as a whole).
+
+        No-op for one that was struck meanwhile. Raises LeaseError for one that owes nothing.
+        """
+        named = self._opened(grant)
+        if column in named:
+            named.remove(column)
+            self._need[column][grant.slot] = 0
+        elif column in self._need or column >= self._admitted:
+            raise LeaseError(grant.slot, grant.generation, f"column {column} owes no acknowledgement to take back")
 
     def settle(self, grant: Grant) -> None:
         """Nobody else will be told; the lease now ends as soon as the words allow."""

@@ -11,9 +11,9 @@ import os
 import secrets
 import select
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -112,6 +112,7 @@ class Pool:
                 raise AttachRefused(
                     f"{len(fds)} descriptors for pool {attachment.pool}; 2 for pool {self.description.pool} are needed"
                 )
+            check_pidfd(fds[1])
             page = AckPage.attach(fds[0], self.description.slots, attachment.pool, attachment.consumer)
             undo.callback(page.close)
             with self._lock:
@@ -123,9 +124,14 @@ class Pool:
         return column
 
     def strike(self, column: int) -> None:
-        """Write off a consumer that is proven dead; its leases need it no more."""
+        """Write off a consumer that is proven dead; its leases need it no more.
+
+        No-op for one that the pool has found dead by itself, as it does when it is short of space.
+        """
         with self._lock:
-            self._strike(column)
+            if column in self._consumers:
+                self._strike(column)
+                self._struck += 1
 
     def strike_dead(self) -> list[int]:
         """Strike every consumer whose process is gone; returns their columns."""
@@ -134,18 +140,14 @@ class Pool:
 
     # --- leases
 
-    @contextmanager
-    def lease(self, nbytes: int) -> Iterator[Lease]:
-        """A range of the pool to write into. Raises PoolFull when nothing can be had now.
+    def lease(self, nbytes: int) -> Lease:
+        """A range of the pool to write into, for the length of a `with` block.
 
-        The block's end settles it: dispatched, and it is the consumers' until they acknowledge or die; not
-        dispatched, and it comes back. Nothing may write to the range after the block.
+        Entering raises PoolFull when nothing can be had now. The block's end settles the lease: dispatched, and it
+        is the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing may write to
+        the range after the block.
         """
-        lease = Lease(self, self._lend(nbytes), nbytes)
-        try:
-            yield lease
-        finally:
-            lease._settle()
+        return Lease(self, nbytes)
 
     def reclaim(self) -> int:
         """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
@@ -223,42 +225,68 @@ class Pool:
 
 
 class Lease:
-    """An open lease, for the length of its block. `data` is uint8 of the size asked for."""
+    """An open lease, for the length of its block, where it has `grant` and `data`: uint8 of the size asked for.
 
-    def __init__(self, pool: Pool, grant: Grant, nbytes: int) -> None:
-        self.grant = grant
+    A class and not a generator: entering and leaving one is a third of what a small tensor costs here.
+    """
+
+    grant: Grant
+    data: npt.NDArray[np.uint8]
+
+    def __init__(self, pool: Pool, nbytes: int) -> None:
         self.nbytes = nbytes
         self._pool = pool
         self._published = False
-        self.data: npt.NDArray[np.uint8] = pool._segment.data[grant.offset : grant.offset + nbytes]
+
+    def __enter__(self) -> Self:
+        grant = self.grant = self._pool._lend(self.nbytes)
+        self.data = self._pool._segment.data[grant.offset : grant.offset + self.nbytes]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle()
 
     def publish(self) -> None:
-        """The bytes are complete. Implied by the first dispatch."""
-        if not self._published:
-            self._published = True
-            self._pool._control.set_ready(self.grant.slot, self.grant.generation)
+        """The bytes are complete. Implied by the first dispatch. Raises PoolClosed."""
+        with self._pool._lock:
+            self._pool._check_open()
+            self._publish()
 
     def poison(self) -> None:
-        """The bytes will never be valid; consumers that were told get an error instead of a value."""
-        self._pool._control.set_poison(self.grant.slot, self.grant.generation)
+        """The bytes will never be valid; consumers that were told get an error instead of a value.
+
+        Raises PoolClosed.
+        """
+        with self._pool._lock:
+            self._pool._check_open()
+            self._pool._control.set_poison(self.grant.slot, self.grant.generation)
 
     def dispatch(self, columns: Iterable[int]) -> None:
-        """These consumers are about to be sent a proxy; call it before the send. Raises LeaseError."""
-        self.publish()
+        """These consumers are about to be sent a proxy; call it before the send.
+
+        Raises LeaseError, also for a consumer that was written off; PoolClosed.
+        """
         with self._pool._lock:
+            self._pool._check_open()
+            self._publish()
             self._pool._ledger.dispatch(self.grant, columns)
 
     def retract(self, column: int) -> None:
-        """The send to this consumer certainly did not happen."""
+        """The send to this consumer certainly did not happen. Raises LeaseError when it owes nothing."""
         with self._pool._lock:
             self._pool._ledger.retract(self.grant, column)
+
+    def _publish(self) -> None:
+        if not self._published:
+            self._published = True
+            self._pool._control.set_ready(self.grant.slot, self.grant.generation)
 
     def _settle(self) -> None:
         self.data = np.empty(0, np.uint8)
         with self._pool._lock:
             if self._pool._closed:
                 return
-            self.publish()  # also when cancelled: the writer is done, so the range may be lent again
+            self._publish()  # also when cancelled: the writer is done, so the range may be lent again
             self._pool._ledger.settle(self.grant)
 
 
@@ -276,6 +304,16 @@ def _close_all(fds: Sequence[int]) -> None:
 def new_nonce() -> int:
     """A random name that is never reused: a pool's, or one life of a process (1 .. 2^63-1)."""
     return secrets.randbits(62) + 1
+
+
+def check_pidfd(fd: int) -> None:
+    """Raise AttachRefused unless `fd` names a process: of anything else, `is_dead` would be nonsense.
+
+    Source: Linux, fs/pidfs.c and proc(5): the fdinfo of a pidfd, and of nothing else, has a line `Pid:`.
+    """
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as fdinfo:
+        if not any(line.startswith("Pid:") for line in fdinfo):
+            raise AttachRefused(f"descriptor {fd} is no pidfd")
 
 
 def is_dead(pidfd: int) -> bool:

@@ -1,0 +1,35 @@
+# Every target makes its own environment first: .venv, installed as the README says.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help replay check test bench protocol clean
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+replay: $(STAMP)  ## replay the bundled trace through a whole deployment and print a table
+	$(BIN)/tensorferry replay examples/traces/servegen.jsonl --config configs/local.yaml --speed 4
+
+check: $(STAMP)  ## ruff, format, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## check, then every test
+	$(BIN)/python -m pytest -n 2
+
+bench: $(STAMP)  ## the floors of docs/performance.md, measured here
+	$(BIN)/python -m benchmarks.run
+
+protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds
+	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist src/*.egg-info

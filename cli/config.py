@@ -1,0 +1,84 @@
+"""`tensorferry config`, and the way every command comes to its deployment: a file, and `--set` over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tensorferry.codecs.errors import ConfigError
+from tensorferry.pipeline.config import Deployment, load, require_available, resolved
+from tensorferry.stages.adapters.registry import check_model, supports_cuda_vmm_feature_transport
+from tensorferry.stages.engines.registry import check_engine
+from tensorferry.stages.processors.registry import make_processor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+file_argument = click.argument("file", type=click.Path(path_type=Path))
+
+
+def set_option(command: F) -> F:
+    """Adds `--set KEY=VALUE`, repeatable; the command's parameter is `settings`."""
+    return click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override one key of FILE, such as pool.budget_mb=512. Repeatable.",
+    )(command)
+
+
+def load_deployment(file: Path, settings: Sequence[str] = ()) -> Deployment:
+    """The deployment of FILE with its settings, checked against the processors, adapters and engines there are.
+
+    Raises ConfigError; imports no torch.
+    """
+    return load(file, settings, check=_check, largest_item_nbytes=_largest_item_nbytes)
+
+
+def _check(deployment: Deployment) -> None:
+    check_model(deployment.model)
+    check_engine(deployment.scheduler)
+    adapter = deployment.model.adapter
+    if deployment.transport == "cuda_vmm" and not supports_cuda_vmm_feature_transport(adapter):
+        problem = f"cuda_vmm needs a model that has opted in, and {adapter} has not; use cuda_ipc, shm, cpu or auto"
+        raise ConfigError("deployment", None, "transport", problem)
+
+
+def _largest_item_nbytes(deployment: Deployment) -> int:
+    tokenizer = deployment.tokenizer
+    return make_processor(tokenizer.processor, tokenizer.options, deployment.limits).largest_item_nbytes()
+
+
+@click.group()
+def command() -> None:
+    """Check a deployment file, or show it with every default."""
+
+
+@command.command()
+@file_argument
+@set_option
+def check(file: Path, settings: tuple[str, ...]) -> None:
+    """Say whether FILE is a sound deployment.
+
+    Exit status 2 where it is not, with the file, line and key to blame.
+    """
+    deployment = load_deployment(file, settings)
+    click.echo(f"{click.format_filename(file)}: ok")
+    try:
+        require_available(deployment)
+    except ConfigError as later:
+        click.echo(f"note: {later.key}: {later.problem}")
+
+
+@command.command()
+@file_argument
+@set_option
+def show(file: Path, settings: tuple[str, ...]) -> None:
+    """Print FILE with every default filled in.
+
+    What is printed is a deployment file itself, with absolute paths.
+    """
+    click.echo(resolved(load_deployment(file, settings)), nl=False)

@@ -1,0 +1,173 @@
+"""`tensorferry replay`: a recorded trace through a deployment, and a report."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.replay.photos import load_photos
+from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
+from tensorferry.pipeline.replay.progress import preparing, replaying
+from tensorferry.pipeline.replay.report import print_report, write_report
+from tensorferry.pipeline.replay.run import Replay
+from tensorferry.pipeline.replay.schedule import Speed
+from tensorferry.pipeline.replay.session import Session
+from tensorferry.pipeline.replay.summary import Setup, drops_of, summarise
+from tensorferry.pipeline.replay.text import TokenSource
+from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.telemetry import configure
+from tensorferry.stages.processors.base import BadMedia, Processor
+from tensorferry.stages.processors.registry import make_processor
+from tensorferry.stages.processors.text import TextEncoder
+
+PLAIN_WIDTH = 110  #: of a report that goes to a file or a pipe
+
+
+def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
+    try:
+        return Speed.parse(value)
+    except ValueError as problem:
+        raise click.BadParameter(str(problem), ctx, param) from None
+
+
+@click.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@click.option(
+    "--speed",
+    metavar="X|max",
+    callback=_speed,
+    default="1",
+    show_default=True,
+    help="2: twice as fast as recorded; max: as fast as the deployment takes it.",
+)
+@click.option("--concurrency", type=click.IntRange(min=1), help="At most so many in flight; the rest wait, and count.")
+@click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
+@click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is invented.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for summary.json, results.jsonl.")
+@click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    trace: Path,
+    file: Path,
+    settings: tuple[str, ...],
+    speed: Speed,
+    concurrency: int | None,
+    limit: int | None,
+    images: Path | None,
+    seed: int,
+    out: Path | None,
+    attach: bool,
+) -> None:
+    """Replay the recorded TRACE through the deployment of a file, and report.
+
+    Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok; 2 wrong usage, 1 it could not be run.
+    """
+    deployment = load_deployment(file, settings)
+    if not attach and deployment.telemetry.log_level == "info" and not _says_log_level(settings):
+        settings = (*settings, "telemetry.log_level=warning")  # a line per request and stage drowns the progress
+        deployment = load_deployment(file, settings)
+    require_available(deployment)
+    configure(deployment.telemetry)
+    if out is not None:
+        _make_folder(out)
+    recorded = read_trace(trace, limit=limit)
+    text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
+    tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
+    sizer = Sizer(make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits))
+    if concurrency is None and speed.ratio is None:
+        concurrency = deployment.tokenizer.workers * deployment.limits.in_flight_requests
+    setup = Setup(
+        deployment=deployment.name,
+        transport=deployment.transport,
+        speed=speed,
+        seed=seed,
+        concurrency=concurrency,
+        limit=limit,
+        pooled_from_nbytes=None if deployment.transport == "cpu" else deployment.pool.inline_below_kb << 10,
+    )
+    stderr = Console(stderr=True)
+    with preparing(stderr) as progress:
+        prepared = prepare(recorded, load_photos(images), sizer, tokens, seed=seed, progress=progress)
+    replay = Replay(
+        prepared.requests,
+        tokens,
+        speed,
+        concurrency=concurrency,
+        deadline_s=deployment.limits.request_timeout_s,
+        run_id=secrets.token_bytes(8) if attach else b"%d" % seed,
+    )
+    session = Session(replay)
+    try:
+        if prepared.requests:
+            if not attach:
+                stderr.print(f"starting {deployment.name}", highlight=False, markup=False)
+            with replaying(stderr) as watch:
+                connected = _connected(deployment, file, settings, attach)
+                heartbeat_s = deployment.timeouts.heartbeat_s
+                asyncio.run(session.carry_out(connected, heartbeat_s=heartbeat_s, watch=watch))
+    finally:
+        if replay.start_ns or not prepared.requests:
+            summary = summarise(recorded, prepared, replay, setup, pools=session.pools, error=session.error)
+            drops = drops_of(recorded, prepared, replay, session.error)
+            print_report(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), summary)
+            if out is not None:
+                write_report(out, summary, replay.outcomes, drops, replay.start_ns)
+                click.echo(f"wrote summary.json and results.jsonl to {click.format_filename(out)}")
+    ctx.exit(summary.exit_status)
+
+
+def _says_log_level(settings: Sequence[str]) -> bool:
+    return any(setting.partition("=")[0].strip() == "telemetry.log_level" for setting in settings)
+
+
+def _make_folder(out: Path) -> None:
+    """Before the run, so that a typing error does not cost its report."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise click.BadParameter(f"{out}: {problem.strerror}", param_hint="--out") from None
+
+
+@asynccontextmanager
+async def _connected(
+    deployment: Deployment, file: Path, settings: Sequence[str], attach: bool
+) -> AsyncIterator[Client]:
+    """A client of the deployment, which is started for it unless it runs already."""
+    async with AsyncExitStack() as undo:
+        if not attach:
+            await undo.enter_async_context(Supervisor.running(deployment, file, settings))
+        yield await undo.enter_async_context(Client.connect(deployment, timeout_s=deployment.timeouts.start_s))
+
+
+class Sizer:
+    """The processor of a deployment, as far as a replay may know of it."""
+
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
+
+    def rows_for(self, width: int, height: int) -> int:
+        try:
+            return self._processor.rows_for(width, height)
+        except BadMedia as problem:
+            raise UnusableSize(str(problem)) from None
+
+    def size_for(self, rows: int, aspect: float) -> tuple[int, int]:
+        try:
+            return self._processor.size_for(rows, aspect)
+        except BadMedia as problem:
+            raise UnusableSize(str(problem)) from None

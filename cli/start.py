@@ -1,0 +1,54 @@
+"""`tensorferry start`: one process of a deployment."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.codecs.errors import ConfigError
+from tensorferry.pipeline.config import require_available
+from tensorferry.pipeline.lifecycle import Tether, run_process
+from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.stage import ranks_of
+from tensorferry.pipeline.supervisor import DRAIN_ORDER, digest
+
+
+@click.command()
+@click.argument("stage", type=click.Choice(DRAIN_ORDER))
+@click.option("--rank", type=int, default=0, show_default=True)
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@click.pass_context
+def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tuple[str, ...]) -> None:
+    """Run one process of a deployment, in any order.
+
+    The first SIGINT or SIGTERM drains it, a second one cancels it. Exit status: 0 drained, 1 failed or not drained
+    within timeouts.drain_s, 130 cancelled; 2 wrong usage or deployment file.
+    """
+    tether = Tether.taken_from(os.environ)
+    if tether is not None:
+        tether.hold()
+    deployment = load_deployment(file, settings)
+    require_available(deployment)
+    ranks = ranks_of(deployment)[stage]
+    if not 0 <= rank < ranks:
+        raise click.BadParameter(
+            f"{rank} is none of the {stage} ranks of {click.format_filename(file)}, 0 to {ranks - 1}",
+            param_hint="--rank",
+        )
+    if tether is not None and tether.deployment != digest(deployment):
+        problem = "was changed while the deployment was starting; start it again"
+        raise ConfigError(str(file), None, "", problem)
+    main = import_module(f"tensorferry.stages.{stage}").main
+    status = run_process(
+        lambda stop: main(deployment, rank, stop),
+        name=f"{stage}-{rank}",
+        drain_s=deployment.timeouts.drain_s,
+        tether=tether,
+        on_orphaned=Runtime.of(deployment).sweep,
+    )
+    ctx.exit(status)

@@ -1,0 +1,91 @@
+"""`tensorferry submit`: one request to a running deployment, for a first try by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.codecs.messages import Busy, Failed, Result
+from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.config import Deployment
+
+NOT_SERVED = 3
+
+
+class InOrder(click.Command):
+    """Keeps the order in which --text and --image were given: `ctx.meta["parts"]` names each in turn.
+
+    click collects a repeatable option's values in one tuple per option, and a prompt is one sequence.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        ctx.meta["parts"] = [parameter.name for parameter in order if parameter.name in ("text", "image")]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=InOrder)
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@click.option("--image", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--text", multiple=True)
+@click.option("--output-tokens", type=click.IntRange(min=0), default=16, show_default=True)
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    file: Path,
+    settings: tuple[str, ...],
+    image: tuple[Path, ...],
+    text: tuple[str, ...],
+    output_tokens: int,
+    timeout_s: float,
+) -> None:
+    """Send one request to the running deployment of a file: its --image and --text parts, in the order given.
+
+    Exit status: 0 served, 3 failed or busy.
+    """
+    parts: list[str | bytes] = []
+    texts, images = iter(text), iter(image)
+    for name in ctx.meta["parts"]:
+        parts.append(next(texts) if name == "text" else next(images).read_bytes())
+    if not parts:
+        raise click.UsageError("nothing to send: give at least one --image or --text")
+    outcome = asyncio.run(_submit(load_deployment(file, settings), parts, output_tokens, timeout_s))
+    console = Console()
+    match outcome:
+        case Result():
+            console.print(_table(outcome))
+        case Failed(failure=failure):
+            console.print(f"failed: {failure.kind}: {failure.problem}", markup=False, highlight=False)
+        case Busy():
+            console.print(f"busy: {outcome.reason}; try again in {outcome.retry_ms} ms", markup=False, highlight=False)
+    ctx.exit(0 if isinstance(outcome, Result) else NOT_SERVED)
+
+
+async def _submit(
+    deployment: Deployment, parts: Sequence[str | bytes], output_tokens: int, timeout_s: float
+) -> Result | Failed | Busy:
+    deadline_s = min(timeout_s, deployment.limits.request_timeout_s)
+    async with Client.connect(deployment, timeout_s=timeout_s) as client:
+        return await client.submit(parts, output_tokens=output_tokens, deadline_s=deadline_s)
+
+
+def _table(result: Result) -> Table:
+    """What became of each image, and how long the whole took."""
+    marks = sorted(mark.at_ns for mark in result.marks)
+    took = f", {(marks[-1] - marks[0]) / 1e6:.1f} ms" if marks else ""
+    title = f"{result.prompt_tokens} tokens in, {result.output_tokens} out{took}"
+    heads = ("item", "grid", "embeddings", "encoder", "travelled by", "bytes", "digest")
+    table = Table(*heads, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for index, item in enumerate(result.items):
+        grid = " x ".join(map(str, item.grid))
+        numbers = (str(index), grid, str(item.rows), str(item.rank), item.transport, str(item.nbytes))
+        table.add_row(*numbers, item.digest.hex()[:16] or "-")
+    return table

@@ -1,0 +1,40 @@
+"""`tensorferry up`: a whole deployment, until it is asked to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.pipeline import telemetry
+from tensorferry.pipeline.config import require_available
+from tensorferry.pipeline.lifecycle import Stop, run_process
+from tensorferry.pipeline.stage import ranks_of
+from tensorferry.pipeline.supervisor import CANCEL_S, KILL_S, Supervisor
+
+
+@click.command()
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@click.pass_context
+def command(ctx: click.Context, file: Path, settings: tuple[str, ...]) -> None:
+    """Run the deployment of a file under supervision.
+
+    The first Ctrl-C (SIGINT, SIGTERM) drains it, a second one cancels it. Exit status: 0 drained, 1 it could not
+    start, a stage died, or it did not drain within timeouts.drain_s; 130 cancelled; 2 wrong usage or deployment file.
+    """
+    deployment = load_deployment(file, settings)
+    require_available(deployment)
+    telemetry.configure(deployment.telemetry, stage="supervisor")
+
+    async def main(stop: Stop) -> None:
+        async with Supervisor.running(deployment, file, settings):
+            stop.announce_ready()
+            stages = ", ".join(f"{ranks} {stage}" for stage, ranks in ranks_of(deployment).items())
+            click.echo(f"{deployment.name} is ready ({stages}); Ctrl-C drains and stops it")
+            await stop.wait_draining()
+
+    stop_s = CANCEL_S + KILL_S
+    drain_s = deployment.timeouts.drain_s + stop_s  # the supervisor keeps to timeouts.drain_s itself
+    ctx.exit(run_process(main, name="tensorferry up", drain_s=drain_s, cancel_s=stop_s))

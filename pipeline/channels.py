@@ -1,0 +1,213 @@
+"""Messages between processes: ZeroMQ sockets that belong to one event loop.
+
+| channel     | socket                   | between                           | full: `PeerBusy`; and nobody there |
+|-------------|--------------------------|-----------------------------------|------------------------------------|
+| `Inbox`     | PULL, bound              | everybody -> this process         |                                    |
+| `Outbox`    | PUSH, connected          | this process -> one inbox         | queued, delivered when it comes    |
+| `FrontDoor` | ROUTER, bound, mandatory | one tokenizer <-> all its clients | `PeerGone`                         |
+| `Dealer`    | DEALER, connected        | one client <-> one tokenizer      | queued, delivered when it comes    |
+
+What bounds memory: a sender queues up to its `high_water`; a receiver takes all that comes, since with a mark of
+its own ZeroMQ loses messages (see `sockets.py`), so the limits on requests in flight must bound what peers send.
+A queue is full, then, where a peer is stopped, dead or not there yet, or for the moment after a long burst.
+Addresses are ipc only, for now. Make, use and close a channel in its loop's thread, before its context ends.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import zmq
+
+from tensorferry.codecs.errors import BadMessage, PeerGone
+from tensorferry.codecs.frames import Buffer, Limits, encode
+from tensorferry.codecs.messages import Message
+from tensorferry.pipeline.sockets import Context, Intake, Link, Received, check_address, open_context, open_socket
+
+__all__ = ["Dealer", "FrontDoor", "Inbox", "Outbox", "Received", "check_address", "open_context"]
+
+HIGH_WATER = 1000  #: messages that may wait for one peer, beside what the kernel holds
+
+
+class Inbox:
+    """Where a process takes its messages: `async for received in inbox`."""
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        limits: Limits,
+        on_refused: Callable[[BadMessage], None],
+    ) -> None:
+        """Bind. Raises DeploymentError when the address is refused or taken.
+
+        limits: a frame over them is not even read (its sender is disconnected); a message over them is dropped.
+        on_refused: called for each dropped message.
+        """
+        self.address, path = address, check_address(address)
+        self._link = Link(open_socket(context, zmq.PULL, limits=limits), address)
+        self._link.bind(path)
+        self._intake = Intake(self._link, limits, on_refused)
+
+    def receive_nowait(self) -> Received | None:
+        """The next message; None: nothing is there (or a batch of refused messages was all there was)."""
+        return self._intake.receive_nowait()
+
+    async def receive(self) -> Received:
+        """The next message. Cancelled, it has taken none. Raises ChannelClosed."""
+        return await self._intake.receive()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Received:
+        return await self._intake.next()
+
+    def close(self) -> None:
+        """Unbind and close. What was not received is lost."""
+        self._link.close()
+
+
+class Outbox:
+    """The way to one peer's inbox. Messages arrive in order, whether or not the peer is there yet."""
+
+    def __init__(self, context: Context, address: str, peer: str, high_water: int = HIGH_WATER) -> None:
+        """peer: its name, for errors. high_water: messages that may wait here for the peer to take them."""
+        check_address(address)
+        self.address, self.peer = address, peer
+        self._link = Link(open_socket(context, zmq.PUSH, high_water=high_water), address)
+        self._link.connect()
+
+    def send_nowait(self, message: Message, inline: Sequence[Buffer] = ()) -> None:
+        """Queue a message, whole or not at all. Raises PeerBusy when the queue is full, ChannelClosed.
+
+        inline: contiguous buffers. Those of 64 KiB or more are not copied: they must not change until the peer
+        has them, so hand over what nobody writes to any more. ZeroMQ frees them when they are sent.
+        """
+        self._link.send(encode(message, inline), self.peer)
+
+    async def writable(self) -> None:
+        """Until the queue has room. Raises ChannelClosed."""
+        await self._link.wait(zmq.POLLOUT)
+
+    async def flush(self, deadline_s: float) -> bool:
+        """Close, and wait until what was queued is with the peer's kernel; False: not all of it within the deadline.
+
+        The last thing to do with a channel: ZeroMQ tells when a closed socket has let go, and of an open one nothing.
+        """
+        return await self._link.flush(deadline_s)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close. What is still queued is dropped, or sent behind our back for at most `linger_s`.
+
+        The context's end waits that long too. By default nothing lingers: an unsent proxy is worthless once
+        its pool is gone.
+        """
+        self._link.close(linger_s)
+
+
+class FrontDoor:
+    """Where clients come in: `async for received in door`, and the way back to each by `received.peer`."""
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        limits: Limits,
+        on_refused: Callable[[BadMessage], None],
+        high_water: int = HIGH_WATER,
+    ) -> None:
+        """As an Inbox. high_water: messages that may wait here for each client."""
+        self.address, path = address, check_address(address)
+        router = open_socket(context, zmq.ROUTER, high_water=high_water, limits=limits)
+        router.set(zmq.ROUTER_MANDATORY, 1)  # otherwise what cannot be delivered vanishes without a word
+        self._link = Link(router, address)
+        self._link.bind(path)
+        self._intake = Intake(self._link, limits, on_refused, routed=True)
+
+    def receive_nowait(self) -> Received | None:
+        """As Inbox's."""
+        return self._intake.receive_nowait()
+
+    async def receive(self) -> Received:
+        """As Inbox's."""
+        return await self._intake.receive()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Received:
+        return await self._intake.next()
+
+    def send_nowait(self, peer: bytes, message: Message, inline: Sequence[Buffer] = ()) -> None:
+        """Queue a message for a client, as Outbox's. Raises PeerGone when it has left, PeerBusy, ChannelClosed.
+
+        A client that leaves while its message is being queued is noticed at the next one.
+        """
+        name = f"client {peer.hex()}"
+        try:
+            self._link.send([peer, *encode(message, inline)], name)
+        except zmq.ZMQError as problem:
+            if problem.errno != errno.EHOSTUNREACH:
+                raise
+            raise PeerGone(name, "has disconnected") from None
+
+    async def flush(self, deadline_s: float) -> bool:
+        """Close, as Outbox's, and wait for every client."""
+        return await self._link.flush(deadline_s)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Unbind and close, as Outbox's."""
+        self._link.close(linger_s)
+
+
+class Dealer:
+    """A client's way to one tokenizer, and back: `async for received in dealer`."""
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        peer: str,
+        limits: Limits,
+        on_refused: Callable[[BadMessage], None],
+        high_water: int = HIGH_WATER,
+    ) -> None:
+        """As an Outbox and an Inbox; the tokenizer need not be there yet."""
+        check_address(address)
+        self.address, self.peer = address, peer
+        self._link = Link(open_socket(context, zmq.DEALER, high_water=high_water, limits=limits), address)
+        self._link.connect()
+        self._intake = Intake(self._link, limits, on_refused)
+
+    def receive_nowait(self) -> Received | None:
+        """As Inbox's."""
+        return self._intake.receive_nowait()
+
+    async def receive(self) -> Received:
+        """As Inbox's."""
+        return await self._intake.receive()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Received:
+        return await self._intake.next()
+
+    def send_nowait(self, message: Message, inline: Sequence[Buffer] = ()) -> None:
+        """As Outbox's."""
+        self._link.send(encode(message, inline), self.peer)
+
+    async def writable(self) -> None:
+        """As Outbox's."""
+        await self._link.wait(zmq.POLLOUT)
+
+    async def flush(self, deadline_s: float) -> bool:
+        """As Outbox's."""
+        return await self._link.flush(deadline_s)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """As Outbox's."""
+        self._link.close(linger_s)

@@ -1,0 +1,272 @@
+"""A deployment file, decoded once into frozen structs. `load` is the only reader; everybody else gets a spec."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+from unicodedata import category
+
+import msgspec
+from msgspec import Meta
+
+from tensorferry.codecs.errors import ConfigError
+from tensorferry.pipeline.document import OVERRIDE, Document, Keys
+from tensorferry.pipeline.yamlfile import apply_overrides, emit, read
+
+MIB = 1 << 20
+Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
+NonNegative = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, Meta(gt=0, le=1e6)]
+BudgetMb = Annotated[int, Meta(ge=1, lt=1 << 20)]  #: a proxy's offset is below 1 TiB
+
+
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all parts of a deployment file share: unknown keys are errors, values never change."""
+
+
+class ModelSpec(Spec, frozen=True):
+    adapter: str = "patch-vit"
+    path: str | None = None  #: a checkpoint directory or safetensors file; None: seeded random weights
+    seed: NonNegative = 0
+    options: dict[str, str | int | float | bool] = {}  #: the adapter's own keys; it refuses unknown ones
+
+
+class TokenizerSpec(Spec, frozen=True):
+    workers: Annotated[int, Meta(ge=1, le=256)] = 1
+    threads: Annotated[int, Meta(ge=1, le=256)] = 2  #: decode and resize threads of each worker
+    processor: str = "qwen2-vl"
+    vocabulary: str | None = None  #: path of a tokenizer.json; None: the bundled byte-level one
+    options: dict[str, str | int | float | bool] = {}  #: the processor's own keys (min_pixels, max_pixels, ...)
+
+
+class EncoderSpec(Spec, frozen=True):
+    ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
+    assignment: Literal["balanced"] = "balanced"
+    threads: Annotated[int, Meta(ge=1, le=256)] = 1  #: compute threads of each rank
+
+
+class SchedulerSpec(Spec, frozen=True):
+    groups: Annotated[int, Meta(ge=1, le=1024)] = 1
+    tp_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    attention_tp_size: Annotated[int, Meta(ge=1, le=64)] = 1  #: divides tp_size
+    engine: str = "discard"
+    batch_tokens: Positive = 65536  #: token budget of one batch; a single larger request runs alone
+    options: dict[str, str | int | float | bool] = {}  #: the engine's own keys (service_ms, ...)
+
+
+class PoolSpec(Spec, frozen=True):
+    budget_mb: BudgetMb = 1024  #: MiB; a hard cap per node, shared by all tokenizer workers
+    slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  #: leases in flight, per pool
+    when_full: Literal["inline", "wait"] = "inline"
+    wait_ms: NonNegative = 50  #: with `when_full: wait`: how long at most, then inline
+    inline_below_kb: NonNegative = 32  #: KiB; smaller tensors travel inside the message
+
+
+class EmbeddingsPoolSpec(Spec, frozen=True):
+    budget_mb: BudgetMb = 256  #: MiB per node, shared by all encoder ranks
+    slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
+    inline_below_kb: NonNegative = 32
+
+
+class LimitsSpec(Spec, frozen=True):
+    in_flight_requests: Positive = 256  #: per tokenizer worker; beyond it clients hear `busy`
+    item_pixels: Positive = 40_000_000  #: width x height of one image, from its header
+    item_mb: Positive = 64  #: MiB of one encoded image
+    request_mb: Positive = 512  #: MiB of one request's message, and of its pixel tensors
+    request_items: Annotated[int, Meta(ge=1, le=4096)] = 256  #: a message has 4097 frames at most
+    request_tokens: Positive = 1_000_000
+    request_timeout_s: Seconds = 120.0  #: at most what a client may ask for
+
+
+class TimeoutsSpec(Spec, frozen=True):
+    start_s: Seconds = 120.0  #: until every stage is ready
+    drain_s: Seconds = 30.0  #: grace period of a stop
+    heartbeat_s: Seconds = 1.0
+    quarantine_s: Seconds = 5.0  #: without a heartbeat for this long a peer gets no new work
+    ready_s: Seconds = 10.0  #: a consumer's wait for a lease's bytes
+
+
+class TelemetrySpec(Spec, frozen=True):
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "console"
+    prometheus_port: Annotated[int, Meta(ge=1, le=65000)] | None = None  #: loopback; +1 per process, see docs
+
+
+class Deployment(Spec, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    transport: Literal["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"] = "auto"
+    nodes: Positive = 1
+    pp_size: Positive = 1  #: pipeline-parallel size of the engine behind the schedulers; cuda_vmm needs 1
+    frontend: str = "python"
+    runtime_dir: str | None = None  #: None: $XDG_RUNTIME_DIR/tensorferry or /tmp/tensorferry-<uid>
+    model: ModelSpec = ModelSpec()
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    encoder: EncoderSpec = EncoderSpec()
+    scheduler: SchedulerSpec = SchedulerSpec()
+    pool: PoolSpec = PoolSpec()
+    embeddings_pool: EmbeddingsPoolSpec = EmbeddingsPoolSpec()
+    limits: LimitsSpec = LimitsSpec()
+    timeouts: TimeoutsSpec = TimeoutsSpec()
+    telemetry: TelemetrySpec = TelemetrySpec()
+
+
+def load(
+    path: Path,
+    settings: Sequence[str] = (),
+    *,
+    check: Callable[[Deployment], None] = lambda deployment: None,
+    largest_item_nbytes: Callable[[Deployment], int] = lambda deployment: 0,
+) -> Deployment:
+    """The deployment in a YAML file, with `KEY=VALUE` settings over it, checked as a whole, its paths absolute.
+
+    check: raises ConfigError, with key and problem, for what only the layers above know (is there such an adapter?).
+    largest_item_nbytes: bytes of the largest pixel tensor that the deployment's processor makes of one item.
+    Relative paths start at the file's folder; those given by a setting, at the current one.
+    Raises ConfigError naming file (or `--set`), line, key, value and remedy.
+    """
+    document = apply_overrides(read(path), settings)
+    deployment = _with_paths(document, document.decode(Deployment))
+    for problem, keys in _contradictions(deployment):
+        raise document.error(problem, *keys)
+    try:
+        check(deployment)
+        nbytes = largest_item_nbytes(deployment)
+    except ConfigError as problem:  # raised by one who knows the key, not the file
+        raise document.error(problem.problem, tuple(problem.key.split("."))) from problem
+    if nbytes > deployment.limits.request_mb * MIB:
+        raise document.error(
+            f"the largest item has a pixel tensor of {nbytes} bytes, which the inline limit, limits.request_mb: "
+            f"{deployment.limits.request_mb}, cannot carry; raise limits.request_mb to {-(-nbytes // MIB)} or more, "
+            "or allow fewer pixels in tokenizer.options",
+            ("limits", "request_mb"),
+            ("tokenizer", "options"),
+        )
+    return deployment
+
+
+def tokenizer_pool_nbytes(deployment: Deployment) -> int:
+    """What each tokenizer worker's pool may take, so that all together keep to the node's budget; 0 for `cpu`."""
+    return _share_mb(deployment, deployment.pool.budget_mb, deployment.tokenizer.workers) * MIB
+
+
+def encoder_pool_nbytes(deployment: Deployment) -> int:
+    """What each encoder rank's pool may take, so that all together keep to the node's budget; 0 for `cpu`."""
+    return _share_mb(deployment, deployment.embeddings_pool.budget_mb, deployment.encoder.ranks) * MIB
+
+
+def _share_mb(deployment: Deployment, budget_mb: int, processes: int) -> int:
+    return 0 if deployment.transport == "cpu" else budget_mb // processes
+
+
+def require_available(deployment: Deployment) -> None:
+    """Raise ConfigError for what is well-formed but comes with a later version of tensorferry."""
+    where = f"deployment {deployment.name}"
+    if deployment.transport in ("cuda_ipc", "cuda_vmm"):
+        problem = f"{deployment.transport} comes with a later version; use shm, cpu or auto until then"
+        raise ConfigError(where, None, "transport", problem)
+    if deployment.nodes > 1:
+        problem = f"{deployment.nodes} nodes come with a later version; use 1 until then"
+        raise ConfigError(where, None, "nodes", problem)
+
+
+def _contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
+    """Problems that no single value has, each with the keys that may be to blame, the likeliest first."""
+    if problem := _bad_name(d.name):
+        yield problem, [("name",)]
+    if d.scheduler.tp_size % d.scheduler.attention_tp_size:
+        yield (
+            f"{d.scheduler.attention_tp_size} does not divide scheduler.tp_size, {d.scheduler.tp_size}; "
+            "make it a divisor",
+            [("scheduler", "attention_tp_size"), ("scheduler", "tp_size")],
+        )
+    for pool, budget_mb, sharers, processes in (
+        ("pool", d.pool.budget_mb, ("tokenizer", "workers"), d.tokenizer.workers),
+        ("embeddings_pool", d.embeddings_pool.budget_mb, ("encoder", "ranks"), d.encoder.ranks),
+    ):
+        if d.transport != "cpu" and budget_mb < processes:
+            yield (
+                f"{budget_mb} MiB over {processes} {'.'.join(sharers)} leaves less than 1 MiB for each; raise the "
+                f"budget to {processes} or more, or start fewer",
+                [(pool, "budget_mb"), sharers],
+            )
+    if d.limits.item_mb > d.limits.request_mb:
+        yield (
+            f"{d.limits.item_mb} MiB is more than a whole request may have, limits.request_mb: "
+            f"{d.limits.request_mb}; lower the one or raise the other",
+            [("limits", "item_mb"), ("limits", "request_mb")],
+        )
+    if d.timeouts.quarantine_s <= d.timeouts.heartbeat_s:
+        yield (
+            f"{d.timeouts.quarantine_s} s is no longer than timeouts.heartbeat_s, {d.timeouts.heartbeat_s} s, so every "
+            "peer would be quarantined; make it several heartbeats",
+            [("timeouts", "quarantine_s"), ("timeouts", "heartbeat_s")],
+        )
+    if d.nodes > 1 and d.transport in ("shm", "cuda_ipc"):
+        yield (
+            f"{d.transport} works within one node, and nodes is {d.nodes}; use cuda_vmm, cpu or auto, or nodes: 1",
+            [("transport",), ("nodes",)],
+        )
+    if d.transport == "cuda_vmm" and d.pp_size != 1:
+        yield (
+            f"cuda_vmm needs pp_size 1, not {d.pp_size}; use cuda_ipc, shm, cpu or auto",
+            [("transport",), ("pp_size",)],
+        )
+    port, processes = d.telemetry.prometheus_port, _processes(d)
+    if port is not None and port + processes - 1 > 65535:
+        yield (
+            f"{port} and one port more for each of {processes} processes goes beyond 65535; use {65536 - processes} "
+            "or less",
+            [("telemetry", "prometheus_port")],
+        )
+
+
+def _bad_name(name: str) -> str | None:
+    """Why this cannot name a deployment, whose name shows up in logs and, hashed, in file names."""
+    bad = next((one for one in name if one == "/" or category(one) in ("Cc", "Zl", "Zp")), None)
+    if bad is not None:
+        return f"{name!a} has the character {bad!a}; leave it out"
+    return f"{name!a} is blank; give the deployment a name" if not name.strip() else None
+
+
+def _processes(d: Deployment) -> int:
+    return d.tokenizer.workers + d.encoder.ranks + d.scheduler.groups * d.scheduler.tp_size
+
+
+def _with_paths(document: Document, d: Deployment) -> Deployment:
+    """The deployment with absolute paths, those that must exist checked."""
+    folder = Path(document.file).parent
+
+    def absolute(given: str | None, *keys: str) -> str | None:
+        if given is None:
+            return None
+        if not given or given.startswith("~") or "\0" in given:
+            raise document.error(f"{given!a} is not a path; write it in full (~ is not expanded)", keys)
+        place = document.places[keys]
+        return os.path.abspath(given if place.file == OVERRIDE else folder / given)
+
+    path = absolute(d.model.path, "model", "path")
+    vocabulary = absolute(d.tokenizer.vocabulary, "tokenizer", "vocabulary")
+    if path is not None and not os.path.exists(path):
+        raise document.error(f"{path} does not exist; name a checkpoint directory or file", ("model", "path"))
+    if vocabulary is not None and not os.path.isfile(vocabulary):
+        raise document.error(f"{vocabulary} is not a file; name a tokenizer.json", ("tokenizer", "vocabulary"))
+    return msgspec.structs.replace(
+        d,
+        model=msgspec.structs.replace(d.model, path=path),
+        tokenizer=msgspec.structs.replace(d.tokenizer, vocabulary=vocabulary),
+        runtime_dir=absolute(d.runtime_dir, "runtime_dir"),
+    )
+
+
+def resolved(deployment: Deployment) -> str:
+    """Everything a deployment says, defaults included, as YAML that `load` takes back; shares are comments."""
+    text = emit(msgspec.to_builtins(deployment))
+    for pool, nbytes, sharer in (
+        ("pool", tokenizer_pool_nbytes(deployment), "tokenizer worker"),
+        ("embeddings_pool", encoder_pool_nbytes(deployment), "encoder rank"),
+    ):
+        share = f"per {sharer}: {nbytes // MIB} MiB" if nbytes else "not used: cpu sends everything inline"
+        text = text.replace(f"\n{pool}:\n", f"\n{pool}:  # {share}\n", 1)
+    return f"# {_processes(deployment)} processes; every key with the value it has\n{text}"

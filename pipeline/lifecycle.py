@@ -1,0 +1,274 @@
+"""The life of one of our processes: how it is asked to stop, how long it may take, and what its exit status says.
+
+The first SIGINT or SIGTERM drains a process: it takes nothing new, finishes what it has, and ends. A second one
+cancels it. A process that is not ready yet has nothing to drain, so the first cancels it. When the supervisor of
+a stage process is gone, however it went, the process is cancelled and takes its own children with it.
+
+Exit status: 0 drained, stopped before it was ready, or simply done; 1 an error (a line for what a user can be told,
+a traceback for a bug), or not drained within its grace period; 130 cancelled. A process that does not answer even
+to being cancelled prints where its threads are stuck, and is ended with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from tensorferry.codecs.errors import DeploymentError, FerryError
+
+log = structlog.get_logger()
+
+CANCELLED = 130
+CANCEL_S = 5.0
+ORPHAN_S = 3.0  #: for a process that has lost its supervisor to end by itself, before it is killed with its children
+TETHER_VARIABLE = "TENSORFERRY_TETHER"
+_STDERR = 2
+_PR_SET_PDEATHSIG = 1
+
+
+class Stop:
+    """What a process's main is told of its end, and tells of its start."""
+
+    def __init__(self, drain_s: float = 30.0, on_ready: Callable[[], None] = lambda: None) -> None:
+        """drain_s: the grace period. on_ready: told once that the process is ready."""
+        self.drain_s = drain_s
+        self.ready = False
+        self._on_ready = on_ready
+        self._draining = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining.is_set()
+
+    async def wait_draining(self) -> None:
+        """Until the process should take nothing new, finish what it has, and return from its main."""
+        await self._draining.wait()
+
+    def drain(self) -> None:
+        """Ask for that; what the first signal does."""
+        self._draining.set()
+
+    def announce_ready(self) -> None:
+        """The process does what it is for from now on; whoever started it is told."""
+        if not self.ready:
+            self.ready = True
+            self._on_ready()
+
+
+@dataclass(frozen=True, slots=True)
+class Tether:
+    """What ties a stage process to the supervisor that started it: numbers, and descriptors it inherited."""
+
+    supervisor: int  #: its pid
+    lifeline: int  #: end of file here: the supervisor is gone, or wants everybody gone at once
+    status: int  #: takes a line when the stage is ready
+    deployment: str  #: digest of what the supervisor read from the deployment file
+
+    def __str__(self) -> str:
+        return f"{self.supervisor}:{self.lifeline}:{self.status}:{self.deployment}"
+
+    @classmethod
+    def taken_from(cls, environ: MutableMapping[str, str]) -> Tether | None:
+        """The tether in an environment, which no longer has it then: it means nothing to children of ours.
+
+        None for a process that was started by hand. Raises DeploymentError for one that does not hold.
+        """
+        text = environ.pop(TETHER_VARIABLE, None)
+        if text is None:
+            return None
+        try:
+            supervisor, lifeline, status, deployment = text.split(":")
+            tether = cls(int(supervisor), int(lifeline), int(status), deployment)
+            os.set_inheritable(tether.lifeline, False)
+            os.set_inheritable(tether.status, False)
+        except (ValueError, OSError):
+            problem = f"{TETHER_VARIABLE}={text} is not from a supervisor of this process; unset it"
+            raise DeploymentError(problem) from None
+        return tether
+
+    def hold(self) -> None:
+        """Have the kernel end this process by SIGTERM when the supervisor dies, for as long as nobody looks at the
+        lifeline yet. Call it before anything slow.
+
+        Source: prctl(2), PR_SET_PDEATHSIG. It speaks of the thread that started us, which is the one with the
+        supervisor's event loop; where that ends early, the supervisor has ended its stages already.
+        """
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if self.orphaned:  # before that call
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def announce(self) -> None:
+        with suppress(OSError):  # the supervisor has gone; the lifeline says so too
+            os.write(self.status, b"ready\n")
+            os.close(self.status)
+
+    def watch(self, lost: Callable[[], None]) -> None:
+        """Call `lost` from a thread of its own once the supervisor is gone, and end everything ORPHAN_S later.
+
+        A thread, so that an event loop that is kept busy cannot make an orphan.
+        """
+        threading.Thread(target=self._watch, args=(lost,), name="lifeline", daemon=True).start()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the lifeline was cut because the supervisor has ended, by itself or not."""
+        poll = select.poll()
+        poll.register(self.lifeline, select.POLLIN)
+        return bool(poll.poll(0)) and self._has_ended()
+
+    def _has_ended(self) -> bool:
+        """Give a dying supervisor, whose descriptors are closed first, a moment to be dead."""
+        try:
+            pidfd = os.pidfd_open(self.supervisor)
+        except ProcessLookupError:
+            return True
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        try:
+            return bool(poll.poll(200))
+        finally:
+            os.close(pidfd)
+
+    def _watch(self, lost: Callable[[], None]) -> None:
+        os.read(self.lifeline, 1)  # nothing is ever written to it
+        lost()
+        threading.Event().wait(ORPHAN_S)
+        _kill_group()
+
+
+def run_process(
+    main: Callable[[Stop], Awaitable[None]],
+    *,
+    name: str,
+    drain_s: float,
+    cancel_s: float = CANCEL_S,
+    tether: Tether | None = None,
+    on_orphaned: Callable[[], object] = lambda: None,
+) -> int:
+    """Run `main` on an event loop of its own, in the main thread, to the end; returns the exit status.
+
+    name: what the process is called in its last words. drain_s: the grace period of a drain. cancel_s: how long
+    it may take to end once it is cancelled, or its main has returned. on_orphaned: what remains to be done where
+    there is no supervisor any more to do it. A bug in `main` is raised, so that it keeps its traceback.
+    """
+    life = _Life(name, drain_s, cancel_s, tether)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(life.live(main))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return CANCELLED if life.status is None else life.status
+    except FerryError as problem:
+        return life.failed(problem)
+    except ExceptionGroup as group:
+        if group.split(FerryError)[1] is not None:  # a bug is among them
+            raise
+        return life.failed(*_leaves(group))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if tether is not None and tether.orphaned:
+            on_orphaned()
+            _kill_group()  # and so itself: nobody is there to ask for its exit status
+    return life.status or 0
+
+
+class _Life:
+    """The signals, deadlines and outcome of `run_process`."""
+
+    def __init__(self, name: str, drain_s: float, cancel_s: float, tether: Tether | None) -> None:
+        self.status: int | None = None  #: what the exit status will be, once something has decided it
+        self._name, self._cancel_s, self._tether = name, cancel_s, tether
+        self._stop = Stop(drain_s, on_ready=self._ready)
+        self._task: asyncio.Task[None] | None = None
+
+    async def live(self, main: Callable[[Stop], Awaitable[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, number)
+        if self._tether is not None:
+            self._tether.watch(lambda: self._call(loop, self._lost))
+        try:
+            await main(self._stop)
+        except Exception as problem:
+            problem.add_note(f"in {self._name}")
+            raise
+        finally:
+            _end_within(self._cancel_s)
+
+    def failed(self, *problems: BaseException) -> int:
+        for text in dict.fromkeys(map(str, problems)):
+            print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+        return 1
+
+    def _ready(self) -> None:
+        log.info("ready")
+        if self._tether is not None:
+            self._tether.announce()
+
+    def _signalled(self, number: int) -> None:
+        name, stop = signal.Signals(number).name, self._stop
+        if stop.draining:
+            self._cancel(CANCELLED, f"second signal, {name}")
+            return
+        stop.drain()
+        if not stop.ready:
+            self._cancel(0, f"{name} before it was ready")
+            return
+        log.info("asked_to_stop", signal=name, grace_s=stop.drain_s)
+        asyncio.get_running_loop().call_later(stop.drain_s, self._cancel, 1, f"not drained within {stop.drain_s} s")
+        _end_within(stop.drain_s + self._cancel_s)
+
+    def _lost(self) -> None:
+        self._cancel(CANCELLED, "the supervisor is gone, or wants everybody gone")
+
+    def _cancel(self, status: int, reason: str) -> None:
+        if self.status is None and self._task is not None and not self._task.done():
+            self.status = status
+            log.warning("cancelled", reason=reason)
+            _end_within(self._cancel_s)
+            self._task.cancel()
+
+    @staticmethod
+    def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is ending already
+            loop.call_soon_threadsafe(function)
+
+
+def _end_within(seconds: float) -> None:
+    """Replace the deadline after which the process says where it is stuck and ends, whatever holds its threads."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+def _kill_group() -> None:
+    """Kill this process, and with it, where it leads a process group, everything it has started."""
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        from uvloop import new_event_loop
+    except ImportError:  # it is not made for every platform
+        return asyncio.new_event_loop
+    return new_event_loop
+
+
+def _leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
+    for problem in group.exceptions:
+        if isinstance(problem, ExceptionGroup):
+            yield from _leaves(problem)
+        else:
+            yield problem

@@ -1,0 +1,283 @@
+"""Who is there: the handshake between processes, their heartbeats, and who may be sent work now.
+
+A process says Hello to everybody downstream of it, however early: ZeroMQ keeps the message until the peer has
+bound its inbox, so the order of starting does not matter. The answer, Welcome, tells the peer's epoch. Where
+the process has a pool it then announces it; the peer maps it and says Ready, or Ready with the reason why it
+cannot, and is sent its payloads inline. A peer that is silent for too long is quarantined: it gets no new
+work until it is heard again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import FerryError, PeerBusy, PeerGone
+from tensorferry.codecs.frames import Buffer
+from tensorferry.pipeline.channels import Outbox
+
+log = structlog.get_logger()
+
+Key = tuple[str, int]  #: (stage, rank)
+#: Who sends work to whom.
+DOWNSTREAM = {"tokenizer": ("encoder", "scheduler"), "encoder": ("scheduler",), "scheduler": ()}
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another process, as far as this one knows it."""
+
+    stage: str
+    rank: int
+    outbox: Outbox
+    downstream: bool  #: it takes our work, and we wait for it to be ready
+    epoch: int = 0  #: 0: not heard yet
+    column: int | None = None  #: its column in our pool, None: it cannot read it
+    ready: bool = False
+    leaving: bool = False
+    wants: bool = False  #: it waits for our Ready
+    refusal: str = ""  #: why its pool cannot be read here
+    heard_at: float = 0.0
+    gauges: tuple[wire.Gauge, ...] = field(default=())
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.rank}"
+
+
+class Peers:
+    """See the module. The stage feeds it every message that it does not handle itself."""
+
+    def __init__(
+        self,
+        origin: wire.Origin,
+        inbox: str,
+        *,
+        connect: Callable[[str, str], Outbox],
+        attach: Callable[[wire.Pool], None],
+        quarantine_s: float,
+        capabilities: tuple[str, ...] = (),
+    ) -> None:
+        """connect: an outbox to (address, name). attach: starts to map an announced pool, then calls `attached`."""
+        self.origin = origin
+        self._inbox = inbox
+        self._connect, self._attach = connect, attach
+        self._quarantine_s = quarantine_s
+        self._capabilities = capabilities
+        self._peers: dict[Key, Peer] = {}
+        self._announcement: wire.Pool | None = None
+        self._open = False  # we take work ourselves
+        self._changed = asyncio.Event()
+        self._last_states: tuple[str, ...] = ()
+
+    # --- who
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def usable(self, stage: str) -> list[Peer]:
+        """The peers of a stage that may be sent work now, by rank."""
+        now = time.monotonic()
+        found = [peer for peer in self if peer.stage == stage and self._state(peer, now) == "ready"]
+        return sorted(found, key=lambda peer: peer.rank)
+
+    def get(self, stage: str, rank: int, epoch: int) -> Peer:
+        """This life of this peer. Raises PeerGone when it is another, or none."""
+        peer = self._peers.get((stage, rank))
+        if peer is None or peer.epoch != epoch:
+            raise PeerGone(f"{stage}-{rank}", "is not there in that life")
+        return peer
+
+    def members(self) -> tuple[wire.Member, ...]:
+        """Everybody downstream, by stage and rank."""
+        now = time.monotonic()
+        return tuple(
+            wire.Member(peer.stage, peer.rank, peer.epoch, self._state(peer, now), peer.gauges)
+            for peer in sorted(self, key=lambda peer: (peer.stage, peer.rank))
+            if peer.downstream
+        )
+
+    @property
+    def all_ready(self) -> bool:
+        return all(peer.ready for peer in self if peer.downstream)
+
+    async def wait_ready(self) -> None:
+        """Until everybody downstream has said Ready."""
+        while not self.all_ready:
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Until a peer's state changes."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    # --- what we say
+
+    def greet(self, inboxes: Mapping[Key, str]) -> None:
+        """Say Hello to these peers, downstream of us."""
+        for (stage, rank), address in inboxes.items():
+            peer = Peer(stage, rank, self._connect(address, f"{stage}-{rank}"), downstream=True)
+            self._peers[stage, rank] = peer
+            hello = wire.Hello(wire.PROTOCOL_VERSION, self.origin, self._inbox, self._capabilities)
+            self.send(peer, hello)
+
+    def announce(self, announcement: wire.Pool) -> None:
+        """Our pool is there: tell everybody downstream, now and when they come."""
+        self._announcement = announcement
+        for peer in self:
+            if peer.downstream and peer.epoch:
+                self.send(peer, announcement)
+
+    def open(self) -> None:
+        """We take work from now on: say Ready to whoever waits for it."""
+        self._open = True
+        for peer in self:
+            if peer.wants:
+                self._say_ready(peer)
+
+    def attached(self, origin: wire.Origin, refusal: str) -> None:
+        """A peer's pool is mapped here, or `refusal` says why it cannot be read."""
+        peer = self._peers.get((origin.stage, origin.rank))
+        if peer is None or peer.epoch != origin.epoch:
+            return
+        if refusal:
+            log.warning("pool_refused", peer=str(peer), reason=refusal)
+        peer.refusal = refusal
+        self._say_ready(peer)
+
+    def admitted(self, origin: wire.Origin, column: int) -> None:
+        """A peer has mapped our pool; its acknowledgements are in `column`."""
+        peer = self._peers.get((origin.stage, origin.rank))
+        if peer is not None and peer.epoch == origin.epoch:
+            peer.column = column
+
+    def died(self, origin: wire.Origin) -> None:
+        """A peer's process is proven dead; its column is gone with it."""
+        peer = self._peers.get((origin.stage, origin.rank))
+        if peer is not None and peer.epoch == origin.epoch:
+            peer.ready, peer.column = False, None
+            log.warning("peer_died", peer=str(peer))
+            self._touch()
+
+    def beat(self, in_flight: int, gauges: tuple[wire.Gauge, ...]) -> None:
+        """Tell everybody we know that we live, and notice who changed state."""
+        heartbeat = wire.Heartbeat(self.origin, in_flight, gauges)
+        for peer in self:
+            if peer.epoch:
+                self.send(peer, heartbeat)
+        now = time.monotonic()
+        states = tuple(self._state(peer, now) for peer in self)
+        if states != self._last_states:
+            self._last_states = states
+            self._touch()
+
+    def tell(self, message: wire.Drain | wire.Drained) -> None:
+        for peer in self:
+            if peer.epoch:
+                self.send(peer, message)
+
+    def send(self, peer: Peer, message: wire.Message, inline: Iterable[Buffer] = ()) -> bool:
+        """Send what can be lost without harm; a peer that does not keep up is counted by its outbox."""
+        try:
+            peer.outbox.send_nowait(message, list(inline))
+        except PeerBusy as busy:
+            log.warning("not_sent", peer=str(peer), message=type(message).__name__, reason=str(busy))
+            return False
+        return True
+
+    # --- what we hear
+
+    def hear(self, message: wire.Message) -> bool:
+        """Take a message of the handshake; False: it is not one."""
+        match message:
+            case wire.Hello():
+                self._greeted(message)
+            case wire.Welcome(origin=origin, to=to):
+                peer = self._peers.get((origin.stage, origin.rank))
+                if peer is None or to != self.origin.epoch:
+                    return True
+                if message.refusal:
+                    raise HandshakeRefused(str(peer), message.refusal)
+                peer.epoch = origin.epoch
+                peer.ready = False
+                self._heard(peer)
+                if self._announcement is not None:
+                    self.send(peer, self._announcement)
+            case wire.Pool(origin=origin):
+                peer = self._peers.get((origin.stage, origin.rank))
+                if peer is not None and peer.epoch == origin.epoch:
+                    self._attach(message)
+            case wire.Ready(origin=origin, to=to):
+                peer = self._peers.get((origin.stage, origin.rank))
+                if peer is not None and peer.epoch == origin.epoch and to == self.origin.epoch:
+                    peer.ready = True
+                    if message.refusal:
+                        peer.column = None
+                        log.warning("pool_refused_by_peer", peer=str(peer), reason=message.refusal)
+                    self._heard(peer)
+            case wire.Heartbeat(origin=origin):
+                peer = self._peers.get((origin.stage, origin.rank))
+                if peer is not None and peer.epoch == origin.epoch:
+                    peer.gauges = message.gauges
+                    peer.heard_at = time.monotonic()
+            case wire.Drain(origin=origin) | wire.Drained(origin=origin):
+                peer = self._peers.get((origin.stage, origin.rank))
+                if peer is not None and peer.epoch == origin.epoch:
+                    peer.leaving = True
+                    self._heard(peer)
+            case _:
+                return False
+        return True
+
+    def _greeted(self, hello: wire.Hello) -> None:
+        origin = hello.origin
+        if origin.stage not in DOWNSTREAM or self.origin.stage not in DOWNSTREAM[origin.stage]:
+            log.warning("hello_refused", stage=origin.stage, rank=origin.rank)
+            return
+        peer = self._peers.get((origin.stage, origin.rank))
+        if peer is None:
+            outbox = self._connect(hello.inbox, f"{origin.stage}-{origin.rank}")
+            peer = Peer(origin.stage, origin.rank, outbox, downstream=False)
+            self._peers[origin.stage, origin.rank] = peer
+        peer.epoch, peer.ready, peer.leaving, peer.wants, peer.refusal = origin.epoch, True, False, False, ""
+        refusal = ""
+        if hello.version != wire.PROTOCOL_VERSION:
+            refusal = f"protocol version {hello.version}; {self.origin.stage} speaks {wire.PROTOCOL_VERSION}"
+        self.send(peer, wire.Welcome(wire.PROTOCOL_VERSION, self.origin, origin.epoch, self._capabilities, refusal))
+        self._heard(peer)
+        if not refusal and "pool" not in hello.capabilities:
+            self._say_ready(peer)
+
+    def _say_ready(self, peer: Peer) -> None:
+        peer.wants = not self._open
+        if self._open:
+            self.send(peer, wire.Ready(self.origin, peer.epoch, peer.refusal))
+
+    def _heard(self, peer: Peer) -> None:
+        peer.heard_at = time.monotonic()
+        self._touch()
+
+    def _touch(self) -> None:
+        self._changed.set()
+
+    def _state(self, peer: Peer, now: float) -> str:
+        if peer.leaving:
+            return "leaving"
+        if not peer.ready:
+            return "waiting"
+        return "ready" if now - peer.heard_at < self._quarantine_s else "quarantined"
+
+
+class HandshakeRefused(FerryError):
+    """A peer does not accept this process, and why."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(peer, reason)
+        self.peer, self.reason = peer, reason
+
+    def __str__(self) -> str:
+        return f"{self.peer} refuses the handshake: {self.reason}"

@@ -1,0 +1,1 @@
+"""Recorded traces, their schedule, the run and its report."""

@@ -1,0 +1,216 @@
+"""What a replay leaves behind: a table for people, summary.json and results.jsonl for programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tensorferry.pipeline.replay.prepare import Invented
+from tensorferry.pipeline.replay.request import Drop
+from tensorferry.pipeline.replay.run import Outcome
+from tensorferry.pipeline.replay.summary import (
+    DEGRADED_LATENESS_MS,
+    Items,
+    Reason,
+    Summary,
+    reached,
+)
+
+_encode = msgspec.json.Encoder().encode
+
+
+# --- for programs --------------------------------------------------------------------------------------------
+
+
+def write_report(
+    folder: Path, summary: Summary, outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int
+) -> None:
+    """Write both files into `folder`, made if need be. Each appears whole or not at all, the summary last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (_encode(result) + b"\n" for result in results(outcomes, drops, start_ns))
+    _write_whole(folder / "results.jsonl", lines)
+    _write_whole(folder / "summary.json", [msgspec.json.format(_encode(summary), indent=2), b"\n"])
+
+
+def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -> Iterator[dict[str, Any]]:
+    """One object for every row read: those sent, in the order of sending, then those dropped."""
+    first_ns = min((o.request.request.at_ns for o in outcomes), default=0)
+    for outcome in outcomes:
+        request = outcome.request.request
+        yield {
+            "line": request.line,
+            "id": request.id,
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "problem": outcome.problem,
+            "at_ms": (request.at_ns - first_ns) / 1e6,
+            "intended_ms": outcome.intended_ns / 1e6,
+            "sent_ms": outcome.sent_ns / 1e6,
+            "done_ms": outcome.done_ns / 1e6,
+            "latency_from_intended_ms": (outcome.done_ns - outcome.intended_ns) / 1e6,
+            "latency_from_sent_ms": (outcome.done_ns - outcome.sent_ns) / 1e6,
+            "delayed": outcome.delayed,
+            "images": len(outcome.request.images),
+            "prompt_tokens": outcome.prompt_tokens,
+            "output_tokens": outcome.output_tokens,
+            "items": [
+                {
+                    "rank": item.rank,
+                    "grid": item.grid,
+                    "rows": item.rows,
+                    "transport": item.transport,
+                    "nbytes": item.nbytes,
+                    "digest": item.digest.hex(),
+                }
+                for item in outcome.items
+            ],
+            "marks_ms": {step: (at_ns - start_ns) / 1e6 for step, at_ns in reached(outcome.marks).items()},
+        }
+    for drop in drops:
+        yield {"line": drop.line, "status": "dropped", "reason": drop.reason, "problem": drop.problem}
+
+
+def _write_whole(path: Path, chunks: Iterable[bytes]) -> None:
+    """Beside its place first, then renamed: nobody ever reads half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("xb") as file:
+            file.writelines(chunks)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+# --- for people ----------------------------------------------------------------------------------------------
+
+
+def print_report(console: Console, summary: Summary) -> None:
+    """The table, then what the trace did not say, then everything that did not go as it should."""
+    # Text, not str: a table reads "[...]" in a string as markup, and a file may be named so.
+    title = Text(_title(summary))
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _rows(summary):
+        table.add_row(name, Text(value))
+    console.print(table)
+    console.print(_time_table(summary))
+    if summary.run.speed == "max":
+        console.print("at speed max there is no schedule, so neither intended times nor lateness")
+    if summary.steps:
+        console.print(_step_table(summary))
+    for name, reasons in (("dropped", summary.dropped), ("failed", summary.failed)):
+        for reason in reasons:
+            console.print(_reason(name, reason), markup=False, highlight=False)
+    for warning in _warnings(summary):
+        console.print(warning, style="bold red", markup=False, highlight=False)
+
+
+def _title(summary: Summary) -> str:
+    return f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}"
+
+
+def _rows(s: Summary) -> Iterator[tuple[str, str]]:
+    notes = [f"{count} {name.replace('_', ' ')}" for name, count in s.trace.notes.items()]
+    if s.trace.inversions:
+        notes.append(f"{s.trace.inversions} rows out of order, sorted")
+    yield "trace", f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
+    speed = "as fast as possible" if s.run.speed == "max" else f"speed {s.run.speed}"
+    ceiling = "no ceiling" if s.run.concurrency is None else f"at most {s.run.concurrency} in flight"
+    yield "run", f"{speed}, {ceiling}, seed {s.run.seed}, transport {s.run.transport}, {s.run.duration_s:.3f} s"
+    r = s.requests
+    yield "requests", f"{r.read} read = {r.sent} sent + {r.dropped} dropped; sent = {r.ok} ok + {r.failed} failed"
+    if r.delayed:
+        yield "", f"{r.delayed} delayed by the ceiling of {s.run.concurrency}"
+    p = s.per_second
+    rates = [("scheduled", p.scheduled), ("sent", p.sent), ("ok", p.ok)]
+    yield "requests/s", ", ".join(f"{rate:.2f} {name}" for name, rate in rates if rate is not None) or "-"
+    yield "items", _items(s.items)
+    if s.items.fallbacks is not None:
+        away = s.items.fallbacks
+        yield "fallbacks", f"{away.items} items ({_size(away.nbytes)}) went inline for want of room in a pool"
+    pools = [
+        f"{name} {_size(pool.peak_lent_nbytes)} of {_size(pool.capacity_nbytes)}"
+        + (f", full {pool.refused} times" if pool.refused else "")
+        for name, pool in s.pools.items()
+    ]
+    yield "pool peak", "\n".join(pools) or "no pools"
+    yield "invented", _invented(s.invented)
+
+
+def _items(items: Items) -> str:
+    if not items.count:
+        return "none"
+    ways = [f"{c.items} by {transport} ({_size(c.nbytes)})" for transport, c in items.by_transport.items()]
+    return f"{items.count}, {items.rows} embeddings: {', '.join(ways)}"
+
+
+def _invented(i: Invented) -> str:
+    said = [
+        (i.images_of_modelled_size, "images: size and picture (the trace has only their number)"),
+        (i.images_of_given_tokens, "images: picture, of a size chosen for the recorded tokens"),
+        (i.images_off_their_tokens, "of them with another number of tokens than recorded"),
+        (i.images_of_given_size, "images: picture, of the recorded size"),
+        (i.prompts, "prompts: token ids (the trace has only their number)"),
+        (i.prompts_without_text, "prompts: no text, as the images take all of the recorded tokens"),
+    ]
+    lines = [f"{count} {what}" for count, what in said if count]
+    if i.images_of_modelled_size or i.images_of_given_tokens or i.images_of_given_size:
+        lines.append(f"pictures: {i.different_images} different ones, from {', '.join(i.photos)}")
+    return "\n".join(lines) or "nothing"
+
+
+def _time_table(s: Summary) -> Table:
+    table = Table(title="times, ms", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("of each request", no_wrap=True)
+    for head in ("p50", "p90", "p99", "max"):
+        table.add_column(head, justify="right")
+    times = [("latency from actual send", s.latency_ms.from_sent)]
+    if s.run.speed != "max":
+        times.insert(0, ("latency from intended time", s.latency_ms.from_intended))
+        times.append(("lateness of sending", s.lateness_ms))
+    for name, q in times:
+        values = ["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)]
+        table.add_row(name, *values)
+    return table
+
+
+def _step_table(summary: Summary) -> Table:
+    table = Table(title="steps, ms", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("step", no_wrap=True)
+    for head in ("requests", "p50 after the send", "p99", "p50 after the step before", "p99"):
+        table.add_column(head, justify="right")
+    for step in summary.steps:
+        whole, part = step.since_sent, step.since_previous
+        values = (f"{v:.2f}" for v in (whole.p50, whole.p99, part.p50, part.p99))
+        table.add_row(Text(step.step), str(step.requests), *values)
+    return table
+
+
+def _reason(name: str, reason: Reason) -> str:
+    return f"{name}: {reason.count} x {reason.reason} ({'; '.join(reason.examples)})"
+
+
+def _warnings(s: Summary) -> Iterator[str]:
+    if s.run.degraded:
+        yield (
+            f"degraded: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
+            "this is not the load that was recorded"
+        )
+    if s.run.interrupted:
+        yield "interrupted: sending stopped before the end of the trace"
+    if s.run.error:
+        yield f"the deployment failed: {s.run.error}"
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1 << 10:
+        return f"{nbytes} B"
+    return f"{nbytes / 1024:.1f} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,65 @@
+"""One recorded request, whatever format it was recorded in; and a row that is none."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tensorferry.codecs.errors import FerryError
+
+#: The most that one request may say. They are the limits of the wire (`codecs.messages.Submit`), so a row
+#: beyond them could not be sent to any deployment; a number this check lets pass is safe to allocate for.
+MAX_TOKENS = 1 << 22
+MAX_IMAGES = 4095
+MAX_OUTPUT_TOKENS = 1 << 20
+MAX_SIDE = 65_500  # of a JPEG
+MAX_PIXELS = 100_000_000
+
+
+class Image(msgspec.Struct, frozen=True, gc=False):
+    """One image as far as the trace knows it: a path, a size, or a number of tokens.
+
+    With none of the three, the trace knows only that there was an image.
+    """
+
+    path: str = ""  #: as written; relative to the folder of the trace file
+    width: int = 0
+    height: int = 0
+    tokens: int = 0
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One row of a trace.
+
+    Of its text it knows one of: the words (`text`), the number of tokens (`text_tokens`), or how many tokens
+    text and images have together (`context_tokens`). None of the three: no text.
+    """
+
+    line: int  #: of the trace file, counted from 1
+    at_ns: int  #: on the trace's own clock, whatever its origin
+    output_tokens: int
+    id: str = ""
+    text: str | None = None
+    text_tokens: int | None = None
+    context_tokens: int | None = None
+    images: tuple[Image, ...] = ()
+    blocks: tuple[int, ...] = ()  #: identities of the prompt's blocks: equal ids stand for equal tokens
+    block_tokens: int = 0  #: how many tokens a block has
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """A row that was read and is not sent, and why."""
+
+    line: int
+    reason: str  #: a word to count by: missing, not_json, negative, ...
+    problem: str  #: a sentence; empty for all but the first few of a reason
+
+
+class BrokenRow(FerryError):
+    """One row of a trace cannot be used; the rows around it can."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(reason, problem)
+        self.reason, self.problem = reason, problem
+
+    def __str__(self) -> str:
+        return self.problem

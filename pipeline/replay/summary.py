@@ -1,0 +1,306 @@
+"""From outcomes to numbers: what summary.json holds and the table shows."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median_low
+
+import msgspec
+
+from tensorferry import __version__
+from tensorferry.codecs.messages import Mark, Member
+from tensorferry.pipeline.replay.prepare import Invented, Preparation
+from tensorferry.pipeline.replay.request import Drop
+from tensorferry.pipeline.replay.run import Outcome, Replay
+from tensorferry.pipeline.replay.schedule import Speed
+from tensorferry.pipeline.replay.trace import Trace
+from tensorferry.pipeline.replay.values import NS
+
+#: Sends later than this at the 99th percentile make a run another load than the recorded one.
+DEGRADED_LATENESS_MS = 500.0
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Milliseconds; nearest rank, so each is a value that occurred."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class TraceSummary(msgspec.Struct, frozen=True):
+    file: str
+    sha256: str
+    format: str
+    origin: str  #: time of the first request on the trace's own clock
+    span_s: float  #: recorded, from the first request to the last
+    inversions: int
+    notes: dict[str, int]
+
+
+class RunSummary(msgspec.Struct, frozen=True):
+    deployment: str
+    transport: str
+    speed: str
+    seed: int
+    concurrency: int | None
+    limit: int | None
+    duration_s: float  #: from the first due time to the last outcome
+    interrupted: bool
+    degraded: bool  #: sends were late; see DEGRADED_LATENESS_MS
+    error: str  #: what ended the run early, if something did
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """read = sent + dropped; sent = ok + failed."""
+
+    read: int
+    sent: int
+    ok: int
+    failed: int
+    dropped: int
+    delayed: int  #: of those sent: held back by the ceiling of --concurrency
+
+
+class Reason(msgspec.Struct, frozen=True):
+    reason: str
+    count: int
+    examples: list[str]  #: `line 7: at_ms is missing`; a few
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Of the requests that were ok."""
+
+    from_intended: Quantiles | None  #: None without a schedule (`--speed max`)
+    from_sent: Quantiles | None
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Requests a second. None where fewer than two requests, or no time, make no rate."""
+
+    scheduled: float | None  #: recorded rate x speed
+    sent: float | None
+    ok: float | None
+
+
+class Carried(msgspec.Struct, frozen=True):
+    items: int
+    nbytes: int
+
+
+class Items(msgspec.Struct, frozen=True):
+    count: int
+    rows: int
+    nbytes: int
+    by_transport: dict[str, Carried]
+    fallbacks: Carried | None  #: inline though large enough for a pool; None where inline is the transport
+
+
+class PoolUse(msgspec.Struct, frozen=True):
+    """One pool, as its process last told; since that process started, so before an attached replay too."""
+
+    capacity_nbytes: int
+    peak_lent_nbytes: int
+    refused: int  #: times it was too full, so that a tensor went inline
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A mark that the deployment set on the way of its requests, in the order in which they are reached."""
+
+    step: str
+    requests: int
+    since_sent: Quantiles
+    since_previous: Quantiles  #: the mark before it in the same request, or the send
+
+
+class Summary(msgspec.Struct, frozen=True):
+    tensorferry: str
+    trace: TraceSummary
+    run: RunSummary
+    requests: RequestCounts
+    dropped: list[Reason]
+    failed: list[Reason]
+    latency_ms: Latency
+    lateness_ms: Quantiles | None  #: of every send, against its intended time
+    per_second: Rates
+    items: Items
+    pools: dict[str, PoolUse]  #: by the process that owns it, such as tokenizer-0
+    steps: list[Step]
+    invented: Invented
+
+    @property
+    def exit_status(self) -> int:
+        """0: all that was sent is ok; 3: some failed, or the run ended early; 4: none is ok."""
+        if not self.requests.ok:
+            return 4
+        return 3 if self.requests.failed or self.run.interrupted or self.run.error else 0
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """How a run was set up, as far as the report says it."""
+
+    deployment: str
+    transport: str
+    speed: Speed
+    seed: int
+    concurrency: int | None = None
+    limit: int | None = None
+    #: Items of at least so many bytes should travel in a pool; None: inline is how they are meant to travel.
+    pooled_from_nbytes: int | None = None
+
+
+def drops_of(trace: Trace, preparation: Preparation, replay: Replay, error: str = "") -> list[Drop]:
+    """Every row that was read and not sent, in the order of the file."""
+    reason = "deployment_failed" if error else "interrupted"
+    unsent = [Drop(prepared.request.line, reason, error) for prepared in replay.unsent]
+    return sorted([*trace.drops, *preparation.drops, *unsent], key=lambda drop: drop.line)
+
+
+def summarise(
+    trace: Trace,
+    preparation: Preparation,
+    replay: Replay,
+    setup: Setup,
+    *,
+    pools: Mapping[str, PoolUse] | None = None,
+    error: str = "",
+) -> Summary:
+    """All the numbers of a finished run. The marks are taken to be on the clock the run went by."""
+    outcomes = replay.outcomes
+    ok = [outcome for outcome in outcomes if outcome.status == "ok"]
+    failed = [outcome for outcome in outcomes if outcome.status != "ok"]
+    drops = drops_of(trace, preparation, replay, error)
+    scheduled = setup.speed.ratio is not None
+    lateness = quantiles(o.sent_ns - o.intended_ns for o in outcomes) if scheduled else None
+    end_ns = max((o.done_ns for o in outcomes), default=0)
+    from_intended = quantiles(o.done_ns - o.intended_ns for o in ok) if scheduled else None
+    return Summary(
+        tensorferry=__version__,
+        trace=TraceSummary(
+            str(trace.path),
+            trace.sha256,
+            trace.format,
+            trace.origin,
+            trace.span_ns / NS,
+            trace.inversions,
+            trace.notes,
+        ),
+        run=RunSummary(
+            deployment=setup.deployment,
+            transport=setup.transport,
+            speed=str(setup.speed),
+            seed=setup.seed,
+            concurrency=setup.concurrency,
+            limit=setup.limit,
+            duration_s=end_ns / NS,
+            interrupted=replay.interrupted and not error,
+            degraded=lateness is not None and lateness.p99 > DEGRADED_LATENESS_MS,
+            error=error,
+        ),
+        requests=RequestCounts(
+            trace.read, len(outcomes), len(ok), len(failed), len(drops), sum(o.delayed for o in outcomes)
+        ),
+        dropped=_reasons((drop.reason, drop.line, drop.problem) for drop in drops),
+        failed=_reasons((o.reason, o.request.request.line, o.problem) for o in failed),
+        latency_ms=Latency(from_intended, quantiles(o.done_ns - o.sent_ns for o in ok)),
+        lateness_ms=lateness,
+        per_second=Rates(
+            scheduled=_rate([o.intended_ns for o in outcomes]) if scheduled else None,
+            sent=_rate([o.sent_ns for o in outcomes]),
+            ok=len(ok) * NS / end_ns if end_ns else None,
+        ),
+        items=_items(ok, setup.pooled_from_nbytes),
+        pools=dict(pools or {}),
+        steps=_steps(ok, replay.start_ns),
+        invented=preparation.invented,
+    )
+
+
+def pool_use(members: Iterable[Member]) -> dict[str, PoolUse]:
+    """The pools of a deployment, from the gauges in its processes' heartbeats."""
+    pools = {}
+    for member in members:
+        gauges = {gauge.name.removeprefix("pool_"): int(gauge.value) for gauge in member.gauges}
+        if all(name in gauges for name in PoolUse.__struct_fields__):
+            numbers = (gauges[name] for name in PoolUse.__struct_fields__)
+            pools[f"{member.stage}-{member.rank}"] = PoolUse(*numbers)
+    return pools
+
+
+def quantiles(values_ns: Iterable[int]) -> Quantiles | None:
+    """Milliseconds from nanoseconds; None of nothing."""
+    ordered = sorted(values_ns)
+    if not ordered:
+        return None
+
+    def at(percent: int) -> float:
+        return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] / 1e6
+
+    return Quantiles(at(50), at(90), at(99), ordered[-1] / 1e6)
+
+
+def _rate(times_ns: Sequence[int]) -> float | None:
+    """Intervals a second between the first and the last of these times."""
+    span_ns = max(times_ns) - min(times_ns) if times_ns else 0
+    return (len(times_ns) - 1) * NS / span_ns if span_ns else None
+
+
+def _reasons(cases: Iterable[tuple[str, int, str]]) -> list[Reason]:
+    """The most frequent first."""
+    counts: Counter[str] = Counter()
+    examples: defaultdict[str, list[str]] = defaultdict(list)
+    for reason, line, problem in cases:
+        counts[reason] += 1
+        if len(examples[reason]) < 3:
+            examples[reason].append(f"line {line}: {problem}" if problem else f"line {line}")
+    return [Reason(reason, count, examples[reason]) for reason, count in counts.most_common()]
+
+
+def _items(ok: Sequence[Outcome], pooled_from_nbytes: int | None) -> Items:
+    items: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    rows = fallbacks = fallback_nbytes = 0
+    for item in (item for outcome in ok for item in outcome.items):
+        items[item.transport] += 1
+        nbytes[item.transport] += item.nbytes
+        rows += item.rows
+        if pooled_from_nbytes is not None and item.transport == "inline" and item.nbytes >= pooled_from_nbytes:
+            fallbacks += 1
+            fallback_nbytes += item.nbytes
+    return Items(
+        items.total(),
+        rows,
+        nbytes.total(),
+        {transport: Carried(items[transport], nbytes[transport]) for transport in sorted(items)},
+        None if pooled_from_nbytes is None else Carried(fallbacks, fallback_nbytes),
+    )
+
+
+def reached(marks: Iterable[Mark]) -> dict[str, int]:
+    """When each step was, in the order of time. One that several processes reach for a request (encoder ranks)
+    counts when the last of them has."""
+    latest: dict[str, int] = {}
+    for mark in marks:
+        latest[mark.step] = max(mark.at_ns, latest.get(mark.step, 0))
+    return dict(sorted(latest.items(), key=lambda pair: pair[1]))
+
+
+def _steps(ok: Sequence[Outcome], start_ns: int) -> list[Step]:
+    """Steps in the order of their median time after the send."""
+    since_sent: defaultdict[str, list[int]] = defaultdict(list)
+    since_previous: defaultdict[str, list[int]] = defaultdict(list)
+    for outcome in ok:
+        sent_ns = previous_ns = start_ns + outcome.sent_ns
+        for step, at_ns in reached(outcome.marks).items():
+            since_sent[step].append(at_ns - sent_ns)
+            since_previous[step].append(at_ns - previous_ns)
+            previous_ns = at_ns
+    steps = []
+    for step in sorted(since_sent, key=lambda name: median_low(since_sent[name])):
+        total, part = quantiles(since_sent[step]), quantiles(since_previous[step])
+        assert total is not None
+        assert part is not None
+        steps.append(Step(step, len(since_sent[step]), total, part))
+    return steps

@@ -1,0 +1,132 @@
+"""Numbers and times of a trace, exactly: integers in, integers out, nothing through a float.
+
+An epoch time as a float has lost its microseconds (2^-12 ms is the step of a double at today's epoch in
+milliseconds), so times go from their text to integer nanoseconds in one step.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+from functools import lru_cache
+
+from tensorferry.pipeline.replay.request import BrokenRow
+
+NS = 1_000_000_000
+_MAX_DIGITS = 19  # digits before the point: above every time and count, below anything costly to expand
+_MAX_INT = 10**_MAX_DIGITS
+_EPOCH = date(1970, 1, 1).toordinal()
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
+_WALL = re.compile(
+    r"(\d{4}-\d\d-\d\d)[ Tt](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?(?:([Zz])|([+-])(\d\d):?(\d\d))?", re.ASCII
+)
+
+Number = int | Decimal
+
+
+def number(cell: str, name: str) -> Number:
+    """The number that a CSV cell spells. Raises BrokenRow: missing, not_a_number."""
+    cell = cell.strip()
+    if len(cell) < _MAX_DIGITS and cell.isascii() and cell.isdigit():
+        return int(cell)
+    if not cell:
+        raise BrokenRow("missing", f"{name} is empty")
+    if not _NUMBER.fullmatch(cell):
+        raise BrokenRow("not_a_number", f"{name} is {cell[:40]!r}, not a number")
+    return Decimal(cell)
+
+
+def whole(value: object, name: str, most: int, *, least: int = 0) -> int:
+    """A count: `4808`, `4808.0` and `4.808e3` alike.
+
+    Raises BrokenRow: missing, not_a_number, not_whole, negative, out_of_range.
+    """
+    if type(value) is int and least <= value <= most:
+        return value
+    exact = _checked(value, name)
+    if exact < 0:
+        raise BrokenRow("negative", f"{name} is {exact}")
+    count = int(exact)
+    if count != exact:
+        raise BrokenRow("not_whole", f"{name} is {exact}, not a whole number")
+    if not least <= count <= most:
+        raise BrokenRow("out_of_range", f"{name} is {count}; it must be within {least} and {most}")
+    return count
+
+
+def nanoseconds(value: object, name: str, unit_ns: int) -> int:
+    """A time of so many units, exactly; below a nanosecond rounded half to even.
+
+    Raises BrokenRow: missing, not_a_number, negative, out_of_range.
+    """
+    exact = _checked(value, name)
+    if exact < 0:
+        raise BrokenRow("negative", f"{name} is {exact}")
+    if isinstance(exact, int):
+        return exact * unit_ns
+    return int((exact * unit_ns).to_integral_value(ROUND_HALF_EVEN))
+
+
+def _checked(value: object, name: str) -> Number:
+    """The value if it is a finite number of a size that is safe to expand."""
+    if value is None:
+        raise BrokenRow("missing", f"{name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | Decimal):
+        raise BrokenRow("not_a_number", f"{name} is {str(value)[:40]!r}, not a number")
+    if isinstance(value, Decimal) and not value.is_finite():
+        raise BrokenRow("not_a_number", f"{name} is {value}, not a number")
+    if value.adjusted() >= _MAX_DIGITS if isinstance(value, Decimal) else abs(value) >= _MAX_INT:
+        raise BrokenRow("out_of_range", f"{name} has more than {_MAX_DIGITS} digits")
+    return value
+
+
+def decimal(literal: str) -> Decimal:
+    """A JSON number with a point or an exponent. One that no Decimal can hold becomes NaN, for `_checked` to
+    refuse: a hook that raises would cost the decoder the rest of its message."""
+    try:
+        return Decimal(literal)
+    except InvalidOperation:
+        return Decimal("NaN")
+
+
+def wall_clock(text: str, name: str) -> tuple[int, bool]:
+    """Nanoseconds since 1970 of an ISO time, and whether it named its zone.
+
+    Takes what the Azure traces have: `2023-11-16 18:17:03.9799600`, `2024-05-12 00:00:00+00:00`,
+    `2024-10-15T12:00:00.269Z`. A time without a zone is taken as it stands: through the local zone, the hour
+    in which clocks go back would happen twice. Raises BrokenRow: missing, bad_time.
+    """
+    text = text.strip()
+    if not text:
+        raise BrokenRow("missing", f"{name} is empty")
+    match = _WALL.fullmatch(text)
+    if match is None:
+        raise BrokenRow("bad_time", f"{name} is {text[:40]!r}, not a time such as 2024-10-15T12:00:00.269Z")
+    day, hour, minute, second, fraction, utc, sign, zone_hour, zone_minute = match.groups()
+    if int(hour) > 23 or int(minute) > 59 or int(second) > 59:
+        raise BrokenRow("bad_time", f"{name} is {text!r}: no such time of day")
+    try:
+        days = _days(day)
+    except ValueError:
+        raise BrokenRow("bad_time", f"{name} is {text!r}: no such day") from None
+    seconds = ((days * 24 + int(hour)) * 60 + int(minute)) * 60 + int(second)
+    if sign:
+        east = (int(zone_hour) * 60 + int(zone_minute)) * 60
+        seconds -= east if sign == "+" else -east
+    return seconds * NS + (int(fraction.ljust(9, "0")) if fraction else 0), bool(utc or sign)
+
+
+@lru_cache(maxsize=64)  # a trace has few days and millions of rows
+def _days(day: str) -> int:
+    return date.fromisoformat(day).toordinal() - _EPOCH
+
+
+def wall_text(at_ns: int) -> str:
+    """The ISO form of a time of `wall_clock`, for people; without a zone, as it may have come without one."""
+    seconds, fraction = divmod(at_ns, NS)
+    days, seconds = divmod(seconds, 86_400)
+    hours, seconds = divmod(seconds, 3600)
+    minutes, seconds = divmod(seconds, 60)
+    day = date.fromordinal(days + _EPOCH).isoformat()
+    return f"{day} {hours:02}:{minutes:02}:{seconds:02}" + (f".{fraction:09}".rstrip("0") if fraction else "")

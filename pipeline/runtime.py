@@ -1,0 +1,275 @@
+"""Where the processes of a deployment meet, and who owns what there.
+
+The identity of a deployment is its name and the user's uid; both ends compute the same folder from it:
+
+    <base>/tensorferry/<start of the name>-<hash of the name>/
+        deployment-0.lock     who runs `up`
+        encoder-3.lock        who is encoder 3: held with flock for as long as the process lives
+        encoder-3.in          its inbox
+        encoder-3.pool        where it hands out descriptors of its pool
+        tokenizer-0.door      where clients come in
+
+All folders belong to the user alone (0700). The lock is the kernel's: it is free the moment its owner is dead,
+however that died. The text in the file only says who that is. Socket files mean nothing without the lock, and
+are removed only by the one who holds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+import signal
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from tensorferry.codecs.errors import DeploymentError, PeerGone
+from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.sockets import PATH_NBYTES
+
+SOCKETS = (".in", ".door", ".pool")
+LONGEST_NAME_NBYTES = len("scheduler-65535.in")  #: of all socket names: `tokenizer-255.door` is as long
+HASH_NBYTES = 8  #: 16 hexadecimal digits
+PREFIX_NBYTES = 24  #: of the name, to be readable; fewer where room is short
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """What a lock file says of its owner."""
+
+    pid: int
+    host: str
+    started_at: str  #: UTC, ISO 8601
+    config: str = ""  #: the deployment file, where known
+
+    def __str__(self) -> str:
+        config = f" with {self.config}" if self.config else ""
+        return f"process {self.pid} on {self.host}, since {self.started_at}{config}"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The folder of one deployment. Computing addresses touches nothing; `prepare` and `own` do."""
+
+    name: str
+    directory: Path
+
+    @classmethod
+    def of(cls, deployment: Deployment, environ: Mapping[str, str] = os.environ) -> Runtime:
+        """The same for every process of a deployment, and its clients, under one user.
+
+        The base is `runtime_dir`; else $XDG_RUNTIME_DIR/tensorferry, or /run/user/<uid>/tensorferry where the
+        variable is not set, if that is a folder of ours with a path short enough; else /tmp/tensorferry-<uid>.
+        Raises DeploymentError when `runtime_dir` cannot be used.
+        """
+        if deployment.runtime_dir is not None:
+            base = Path(deployment.runtime_dir)
+            if not base.is_absolute():
+                raise DeploymentError(f"runtime_dir: {base} is not an absolute path")
+            if (nbytes := len(os.fsencode(base))) > _LONGEST_BASE_NBYTES:
+                raise DeploymentError(
+                    f"runtime_dir: {base} has {nbytes} bytes; at most {_LONGEST_BASE_NBYTES} leave room for the "
+                    f"names of sockets, whose paths have {PATH_NBYTES} at most. Choose a shorter folder."
+                )
+        else:
+            base = _default_base(environ)
+        return cls(deployment.name, base / _folder_name(deployment.name, len(os.fsencode(base))))
+
+    # --- addresses
+
+    def inbox(self, stage: str, rank: int) -> str:
+        """Where a process takes its messages: a ZeroMQ address."""
+        return f"ipc://{self._path(stage, rank, '.in')}"
+
+    def front_door(self, rank: int) -> str:
+        """Where clients reach a tokenizer: a ZeroMQ address."""
+        return f"ipc://{self._path('tokenizer', rank, '.door')}"
+
+    def broker(self, stage: str, rank: int) -> str:
+        """Where a process hands out descriptors of its pool: the path of a UNIX socket."""
+        return str(self._path(stage, rank, ".pool"))
+
+    def lock(self, stage: str, rank: int) -> Path:
+        """The file that the process holds locked."""
+        return self._path(stage, rank, ".lock")
+
+    def _path(self, stage: str, rank: int, suffix: str) -> Path:
+        return self.directory / f"{stage}-{rank}{suffix}"
+
+    # --- ownership
+
+    def prepare(self) -> None:
+        """Make the folder, or check that it is ours alone. Both ends do so before they trust an address in it.
+
+        Raises DeploymentError.
+        """
+        base = self.directory.parent
+        try:
+            for folder in reversed(base.parents):
+                folder.mkdir(0o755, exist_ok=True)
+            _check_shared(base.parent)
+            for folder, closed_to_others in ((base, 0o022), (self.directory, 0o077)):
+                try:
+                    folder.mkdir(0o700)
+                except FileExistsError:
+                    _check_ours(folder, closed_to_others)
+        except OSError as problem:
+            raise DeploymentError(f"cannot make the runtime directory {self.directory}: {problem}") from None
+
+    @contextmanager
+    def own(self, stage: str, rank: int, config: str = "") -> Iterator[Owner]:
+        """Be this process of the deployment, for the length of the block.
+
+        What a dead owner left is taken over. Raises DeploymentError, naming the owner, when one is alive. Leave
+        the block after the last socket of yours is closed: what is still there of them is removed.
+        """
+        descriptor = self._lock(stage, rank)
+        path = self.lock(stage, rank)
+        try:
+            started_at = datetime.now(UTC).isoformat(timespec="seconds")
+            said = os.fsencode(config).decode(errors="replace")  # a path may have any bytes
+            owner = Owner(os.getpid(), socket.gethostname(), started_at, said)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, msgspec.json.encode(owner), 0)
+            self._remove_sockets(stage, rank)
+            try:
+                yield owner
+            finally:
+                self._remove_sockets(stage, rank)
+        finally:
+            path.unlink(missing_ok=True)  # while it is locked, so nobody takes a file that then goes
+            os.close(descriptor)
+            with suppress(OSError):  # others are there
+                self.directory.rmdir()
+
+    def sweep(self) -> list[str]:
+        """Remove what dead owners left; the names of those. A supervisor does so before it starts and after it ends."""
+        swept = []
+        for path in sorted(self.directory.glob("*.lock")):
+            stage, _, rank = path.stem.rpartition("-")
+            try:
+                with self.own(stage, int(rank)):
+                    swept.append(path.stem)
+            except (DeploymentError, ValueError):
+                continue  # alive, or not ours
+        return swept
+
+    def owner(self, stage: str, rank: int) -> Owner | None:
+        """Who says to be this process, dead or alive; None: nobody, or one that has not said so yet."""
+        try:
+            return msgspec.json.decode(self.lock(stage, rank).read_bytes(), type=Owner)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _lock(self, stage: str, rank: int) -> int:
+        """The descriptor of the lock file, locked, and still the one that others will find."""
+        path = self.lock(stage, rank)
+        while True:
+            self.prepare()
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                continue  # an owner that left took the empty folder with it, after we had prepared it
+            except OSError as problem:
+                raise DeploymentError(f"cannot open the lock file {path}: {problem.strerror}") from None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.stat(path, follow_symlinks=False)
+                ours = os.fstat(descriptor)
+            except BlockingIOError:
+                os.close(descriptor)
+                owner = self.owner(stage, rank)
+                who = f"it is {owner}" if owner else "its owner is just coming or going; try again"
+                raise DeploymentError(f"{stage} {rank} of deployment {self.name!r} is already running: {who}") from None
+            except FileNotFoundError:
+                os.close(descriptor)  # unlinked by its last owner after we had opened it
+                continue
+            if (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
+                return descriptor
+            os.close(descriptor)
+
+    def _remove_sockets(self, stage: str, rank: int) -> None:
+        for suffix in SOCKETS:
+            path = self._path(stage, rank, suffix)
+            try:
+                if stat.S_ISSOCK(path.lstat().st_mode):
+                    path.unlink()
+            except FileNotFoundError:
+                continue
+
+
+_LONGEST_BASE_NBYTES = PATH_NBYTES - LONGEST_NAME_NBYTES - 2 * HASH_NBYTES - len("//")
+
+
+def _default_base(environ: Mapping[str, str]) -> Path:
+    # A shell made by su, cron or a container lacks the variable, and must find the same deployment all the same.
+    xdg = Path(environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+    fallback = Path(f"/tmp/tensorferry-{os.getuid()}")
+    base = xdg / "tensorferry"
+    # XDG Base Directory Specification: relative paths are invalid. Under sudo it may be another user's.
+    if not xdg.is_absolute() or len(os.fsencode(base)) > _LONGEST_BASE_NBYTES or not _is_text(base):
+        return fallback
+    try:
+        found = xdg.stat()
+    except OSError:
+        return fallback
+    return base if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() else fallback
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a path can be said in a message, which is UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _folder_name(name: str, base_nbytes: int) -> str:
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=HASH_NBYTES).hexdigest()
+    room = min(PREFIX_NBYTES, _LONGEST_BASE_NBYTES - base_nbytes - len("-"))
+    prefix = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[: max(room, 0)]
+    return f"{prefix}-{digest}" if prefix else digest
+
+
+def _check_ours(folder: Path, closed_to_others: int) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise DeploymentError(f"{folder} is not a folder (nor may it be a symbolic link to one); set runtime_dir")
+    if found.st_uid != os.getuid():
+        raise DeploymentError(f"{folder} belongs to uid {found.st_uid}, not to {os.getuid()}; set runtime_dir")
+    if found.st_mode & closed_to_others:
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        raise DeploymentError(f"{folder} is open to others (mode {mode}); chmod 700 it, or set runtime_dir")
+
+
+def _check_shared(folder: Path) -> None:
+    """Nobody else may be able to rename what we make there."""
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise DeploymentError(f"{folder} can be written by anybody and has no sticky bit; set runtime_dir")
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send us `signum` when our parent ends, however it ends.
+
+    parent: its pid, as it told us. Raises PeerGone when it has ended already, or is not our parent. The signal
+    comes when the *thread* that started us ends, so a parent starts its children in one that stays. It is kept
+    across exec and not by our own children. Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the kernel knew that we care
+        raise PeerGone(f"parent {parent}", "has ended, or is not the parent of this process")
+
+
+_PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h

@@ -1,0 +1,294 @@
+"""One ZeroMQ socket on one event loop: driven by its file descriptor, read in bounded batches.
+
+What `channels.py` is made of. Plain sockets, because a zmq.asyncio socket costs five times the CPU a message,
+loses the message when its `recv()` is cancelled, and queues a non-blocking send behind waiting ones. Here a
+message leaves the socket only in a statement that hands it over without awaiting, so a cancelled receive has
+taken nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import zmq
+
+from tensorferry.codecs.errors import BadMessage, ChannelClosed, DeploymentError, PeerBusy
+from tensorferry.codecs.frames import Buffer, Limits, decode
+from tensorferry.codecs.messages import Message
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+COPY_BELOW_NBYTES = 64 << 10  #: smaller frames are copied at the send, larger ones travel from where they lie
+BATCH = 64  #: messages taken in a row before other tasks have a turn
+PATH_NBYTES = 107  #: of a UNIX socket's path. Source: unix(7), sun_path is 108 bytes with its final NUL
+MAX_SOCKETS = 16384  #: of a context; ZeroMQ's own 1023 is fewer than a large deployment has processes
+RECONNECT_MS = 20  #: first wait after a refused connection: stages start in any order
+
+
+class Received(NamedTuple):
+    """A message and its inline frames (memoryviews, valid as long as they are referred to)."""
+
+    message: Message
+    frames: Sequence[Buffer]
+    peer: bytes = b""  #: which client: what `FrontDoor.send_nowait` takes
+
+
+def open_context() -> Context:
+    """The process's ZeroMQ context: a context manager that ends promptly once its channels are closed."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
+
+
+def check_address(address: str) -> str:
+    """The path of an ipc address. Raises DeploymentError, with the reason, for whatever else.
+
+    ipc alone is guarded by the permissions of its folder. An abstract name (`ipc://@name`) has no folder, and
+    a relative path or a wildcard means something else to every process.
+    """
+    path = address.removeprefix("ipc://")
+    if path == address:
+        raise DeploymentError(f"{address}: refused for now: only ipc:// addresses in the runtime directory are served")
+    if not path.startswith("/") or "\0" in path:
+        raise DeploymentError(f"{address}: refused: an ipc address is the absolute path of a socket file")
+    if (nbytes := len(os.fsencode(path))) > PATH_NBYTES:
+        raise DeploymentError(f"{address}: refused: its path has {nbytes} bytes; a UNIX socket takes {PATH_NBYTES}")
+    return path
+
+
+def open_socket(context: Context, kind: int, *, high_water: int = 1, limits: Limits | None = None) -> zmq.Socket[bytes]:
+    """high_water: messages that may wait for a peer to take them. limits: a frame over them is not even read."""
+    try:
+        made = context.socket(kind)
+    except zmq.ZMQError as problem:
+        raise DeploymentError(f"cannot open one more channel: {problem}; raise the limit on open files") from None
+    made.linger = 0  # ZeroMQ's own default waits for ever for a peer that is gone
+    made.sndhwm = high_water
+    # Receivers take whatever comes. At a mark of its own ZeroMQ stops reading, and when the sender then closes
+    # it drops what the kernel still holds (libzmq#4660; seen: 1,300 of 5,000 messages after a clean flush).
+    made.rcvhwm = 0
+    made.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+    made.set(zmq.RECONNECT_IVL_MAX, 1000)
+    if limits is not None:
+        made.set(zmq.MAXMSGSIZE, max(limits.header_nbytes, limits.inline_nbytes))
+    return made
+
+
+class Link:
+    """A socket with what it takes to wait for it.
+
+    ZeroMQ's descriptor is readable when the state of the socket may have changed, until its EVENTS are read;
+    a send or receive may see to the change first, and then the descriptor is silent. So whoever waits is
+    looked after at every readiness, and after every send.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+        self._socket, self.address = socket, address
+        self._fd = socket.fileno()
+        self._loop: asyncio.AbstractEventLoop | None = None  # set once the descriptor is watched
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._file: tuple[str, int, int] | None = None  # path, device and inode that we bound
+
+    def connect(self) -> None:
+        self._socket.connect(self.address)
+
+    def bind(self, path: str) -> None:
+        """Listen ourselves and hand ZeroMQ the descriptor.
+
+        Its own bind steals an address in use, and its close unlinks the file late, in another thread, when the
+        file may be a successor's already.
+        """
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path)
+                found = os.stat(path)
+                self._file = path, found.st_dev, found.st_ino
+                listener.listen(4096)
+                listener.setblocking(False)
+                self._socket.set(zmq.USE_FD, listener.fileno())
+                self._socket.bind(self.address)
+                listener.detach()  # ZeroMQ closes it
+        except (OSError, zmq.ZMQError) as problem:
+            self.close()
+            raise DeploymentError(f"cannot listen at {self.address}: {problem.strerror}") from None
+
+    def check_open(self) -> None:
+        if self._socket.closed:
+            raise ChannelClosed(self.address)
+
+    async def wait(self, events: int) -> None:
+        """Until one of the events (POLLIN, POLLOUT) may have come. Raises ChannelClosed."""
+        self.check_open()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._fd, self._look)
+        waiter = events, asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            self._look()
+            await waiter[1]
+        finally:
+            self._waiters.remove(waiter)
+        self.check_open()
+
+    def receive(self, most_frames: int) -> list[zmq.Frame]:
+        """The frames of the next message, at most so many of them; empty: nothing is there."""
+        self.check_open()
+        frames: list[zmq.Frame] = []
+        more = True
+        while more:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:  # only before the first: a message is there whole or not at all
+                break
+            if len(frames) < most_frames:
+                frames.append(frame)
+            more = frame.more
+        return frames
+
+    def send(self, frames: Sequence[Buffer], peer: str) -> None:
+        self.check_open()
+        ready = [_bytes_of(frame) for frame in frames]  # raises before the first is sent, if at all
+        try:
+            self._put(ready)
+        except zmq.Again:
+            self._look()  # a send looks for news of free room at most once a millisecond; this always does
+            try:
+                self._put(ready)
+            except zmq.Again:
+                raise PeerBusy(peer) from None
+        finally:
+            if self._waiters:
+                self._look()
+
+    def _put(self, frames: Sequence[Buffer]) -> None:
+        """Raises Again when nothing was sent.
+
+        When a peer vanishes between two frames, ZeroMQ takes the first back, refuses the next, and swallows
+        all that follow up to the last. So the rest is offered to it: else it would swallow the next message.
+        """
+        refused: zmq.Again | None = None
+        last = len(frames) - 1
+        for index, frame in enumerate(frames):
+            flags = zmq.NOBLOCK if index == last else zmq.NOBLOCK | zmq.SNDMORE
+            try:
+                self._socket.send(frame, flags, copy=len(frame) < COPY_BELOW_NBYTES)
+            except zmq.Again as problem:
+                if index == 0:
+                    raise
+                refused = problem
+        if refused is not None:
+            raise refused
+
+    async def flush(self, deadline_s: float) -> bool:
+        self.check_open()
+        monitor = open_socket(self._socket.context, zmq.PAIR)
+        watch = Link(monitor, f"inproc://flush-{secrets.token_hex(8)}")
+        try:
+            self._socket.monitor(watch.address, zmq.EVENT_MONITOR_STOPPED)
+            monitor.connect(watch.address)
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            self.close(deadline_s)
+            try:
+                async with asyncio.timeout(deadline_s + 1.0):
+                    await watch.wait(zmq.POLLIN)
+            except TimeoutError:
+                return False
+            return loop.time() - started < deadline_s - 0.005  # ZeroMQ counts milliseconds, with a coarse clock
+        finally:
+            watch.close()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if self._socket.closed:
+            return
+        if self._loop is not None:
+            self._loop.remove_reader(self._fd)
+        if self._file is not None:
+            _unlink(*self._file)
+        self._socket.close(linger=int(linger_s * 1000))
+        self._wake(zmq.POLLIN | zmq.POLLOUT)  # to find it closed
+
+    def _look(self) -> None:
+        if not self._socket.closed:
+            self._wake(int(self._socket.get(zmq.EVENTS)))
+
+    def _wake(self, events: int) -> None:
+        for wanted, waiter in self._waiters:
+            if wanted & events and not waiter.done():
+                waiter.set_result(None)
+
+
+class Intake:
+    """The receiving half of a channel: bounded batches, limits, and a home for what is not a message."""
+
+    def __init__(
+        self, link: Link, limits: Limits, on_refused: Callable[[BadMessage], None], *, routed: bool = False
+    ) -> None:
+        self._link, self._limits, self._on_refused = link, limits, on_refused
+        self._routed = routed  # the first frame says which client
+        self._taken_in_a_row = 0
+
+    def receive_nowait(self) -> Received | None:
+        for _ in range(BATCH):
+            try:
+                return self._take()
+            except BadMessage as problem:
+                self._on_refused(problem)
+        return None
+
+    async def receive(self) -> Received:
+        while True:
+            if self._taken_in_a_row >= BATCH:
+                self._taken_in_a_row = 0
+                await asyncio.sleep(0)  # others' turn, before anything is taken
+            self._taken_in_a_row += 1
+            try:
+                received = self._take()
+            except BadMessage as problem:
+                self._on_refused(problem)
+                continue
+            if received is not None:
+                return received
+            self._taken_in_a_row = 0
+            await self._link.wait(zmq.POLLIN)
+
+    async def next(self) -> Received:
+        try:
+            return await self.receive()
+        except ChannelClosed:
+            raise StopAsyncIteration from None
+
+    def _take(self) -> Received | None:
+        """The next message, None: nothing is there. Raises BadMessage for what was taken and is none."""
+        # One frame over the limit is kept, so that decode sees that it is passed.
+        taken = self._link.receive(self._limits.frames + 1 + self._routed)
+        if not taken:
+            return None
+        peer = b""
+        if self._routed:
+            peer, taken = taken[0].bytes, taken[1:]
+        return Received(*decode([frame.buffer for frame in taken], self._limits), peer)
+
+
+def _bytes_of(buffer: Buffer) -> Any:
+    """A buffer as bytes or a view of bytes, so that its length is what will be sent. Raises for what is not one."""
+    if isinstance(buffer, bytes):
+        return buffer
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else b""
+
+
+def _unlink(path: str, device: int, inode: int) -> None:
+    """Remove the socket file that we bound, not one that somebody has bound there since."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+        if (found.st_dev, found.st_ino) == (device, inode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass

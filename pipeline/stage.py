@@ -1,0 +1,224 @@
+"""What every stage process has: a runtime lock, an inbox, peers, perhaps a pool with its broker, and their upkeep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import BadMessage, FerryError, PoolFull
+from tensorferry.codecs.frames import Limits
+from tensorferry.codecs.pool.pool import Pool, new_nonce
+from tensorferry.codecs.publisher import Publisher
+from tensorferry.codecs.reader import Reader
+from tensorferry.pipeline import broker, telemetry
+from tensorferry.pipeline.channels import Inbox, Outbox, open_context
+from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.peers import DOWNSTREAM, Key, Peers
+from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.sockets import Context
+
+log = structlog.get_logger()
+
+RECYCLE_PERIOD_S = 0.05
+FLUSH_S = 1.0  #: for a peer to take our last messages
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShare:
+    """A process's part of a budget."""
+
+    nbytes: int
+    slots: int
+    inline_below_nbytes: int
+    budget_key: str  #: the key of the deployment file that would make it larger
+
+
+@dataclass(slots=True)
+class Stage:
+    """See the module. Made by `opened`; closed with its block."""
+
+    deployment: Deployment
+    origin: wire.Origin
+    runtime: Runtime
+    context: Context
+    inbox: Inbox
+    peers: Peers
+    reader: Reader
+    publisher: Publisher
+    counters: telemetry.Counters
+    limits: Limits
+    tasks: asyncio.TaskGroup
+    in_flight: Callable[[], int] = field(default=lambda: 0)  #: set by the stage, for heartbeats
+
+    @property
+    def epoch(self) -> int:
+        return self.origin.epoch
+
+    def refused(self, problem: BadMessage) -> None:
+        """Count and log a message that this process does not take; it lives on."""
+        self.counters.count("messages_refused")
+        log.warning("message_refused", problem=str(problem))
+
+    @contextmanager
+    def running(self, *loops: Coroutine[Any, Any, None]) -> Iterator[None]:
+        """Run these beside the block; they are cancelled with it, and the block with them if one fails."""
+        tasks = [self.tasks.create_task(loop) for loop in loops]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def gauges(self) -> tuple[wire.Gauge, ...]:
+        """What this process says of itself in its heartbeats."""
+        numbers: dict[str, float] = {f"drafts_{how}": count for how, count in self.publisher.drafts.items()}
+        if self.publisher.pool is not None:
+            statistics = self.publisher.pool.statistics()
+            numbers |= {f"pool_{name}": getattr(statistics, name) for name in statistics.__struct_fields__}
+        for name, value in numbers.items():
+            self.counters.gauge(name, value)
+        return tuple(wire.Gauge(name, value) for name, value in numbers.items())
+
+
+def ranks_of(deployment: Deployment) -> dict[str, int]:
+    """How many processes each stage has."""
+    return {
+        "tokenizer": deployment.tokenizer.workers,
+        "encoder": deployment.encoder.ranks,
+        "scheduler": deployment.scheduler.groups * deployment.scheduler.tp_size,
+    }
+
+
+def port_offset(deployment: Deployment, stage: str, rank: int) -> int:
+    """Which port of telemetry.prometheus_port and those after it is this process's: tokenizers come first."""
+    offset = rank
+    for earlier, ranks in ranks_of(deployment).items():
+        if earlier == stage:
+            break
+        offset += ranks
+    return offset
+
+
+def inboxes(deployment: Deployment, runtime: Runtime, *stages: str) -> dict[Key, str]:
+    """The inbox address of every rank of these stages."""
+    ranks = ranks_of(deployment)
+    return {(stage, rank): runtime.inbox(stage, rank) for stage in stages for rank in range(ranks[stage])}
+
+
+@asynccontextmanager
+async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare | None = None) -> AsyncIterator[Stage]:
+    """Everything a stage process needs, for the length of the block.
+
+    share: what the stage's pool may have, None for a stage that hands no tensors on. With `transport: cpu`
+    there is no pool all the same. The block is entered before peers are ready: see `Peers.wait_ready`.
+    """
+    if deployment.transport == "cpu":
+        share = None
+    origin = wire.Origin(stage, rank, new_nonce())
+    runtime = Runtime.of(deployment)
+    telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
+    counters = telemetry.Counters()
+    limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
+    async with AsyncExitStack() as undo:
+        undo.enter_context(runtime.own(stage, rank))
+        undo.callback(counters.close)
+        if deployment.telemetry.prometheus_port is not None:
+            counters.serve(deployment.telemetry.prometheus_port + port_offset(deployment, stage, rank))
+        context = undo.enter_context(open_context())
+        address = runtime.inbox(stage, rank)
+        inbox = Inbox(context, address, limits, lambda problem: self.refused(problem))
+        undo.callback(inbox.close)
+        reader = undo.enter_context(Reader(origin.epoch))
+        tasks = asyncio.TaskGroup()
+        peers = Peers(
+            origin,
+            address,
+            connect=lambda address, name: _connected(undo, context, address, name),
+            attach=lambda announcement: _attach(tasks, peers, reader, origin, announcement),
+            quarantine_s=deployment.timeouts.quarantine_s,
+            capabilities=("pool",) if share is not None else (),
+        )
+        pool = None
+        if share is not None:
+            pool = undo.enter_context(
+                await asyncio.to_thread(Pool.create, share.nbytes, share.slots, producer=origin.epoch)
+            )
+        publisher = Publisher(
+            pool,
+            inline_below_nbytes=share.inline_below_nbytes if share is not None else 0,
+            on_fallback=_FallbackWarning(counters, share),
+        )
+        self = Stage(deployment, origin, runtime, context, inbox, peers, reader, publisher, counters, limits, tasks)
+        await undo.enter_async_context(tasks)
+        upkeep = [tasks.create_task(_beat(self), name="heartbeat")]
+        if pool is not None:
+            path = runtime.broker(stage, rank)
+            await undo.enter_async_context(
+                broker.Broker(path, pool, on_admitted=peers.admitted, on_died=lambda origin, _: peers.died(origin))
+            )
+            upkeep.append(tasks.create_task(broker.recycle(pool, RECYCLE_PERIOD_S), name="recycler"))
+            peers.announce(wire.Pool(origin, pool.description, path))
+        peers.greet(inboxes(deployment, runtime, *DOWNSTREAM[stage]))
+        log.info("started", epoch=origin.epoch)
+        try:
+            yield self
+        finally:
+            for task in upkeep:
+                task.cancel()
+        peers.tell(wire.Drained(origin))
+        for peer in peers:
+            await peer.outbox.flush(FLUSH_S)
+
+
+def _connected(undo: AsyncExitStack, context: Context, address: str, name: str) -> Outbox:
+    outbox = Outbox(context, address, name)
+    undo.callback(outbox.close)
+    return outbox
+
+
+def _attach(
+    tasks: asyncio.TaskGroup, peers: Peers, reader: Reader, origin: wire.Origin, announcement: wire.Pool
+) -> None:
+    """Map a peer's pool beside everything else."""
+
+    async def attach() -> None:
+        refusal = ""
+        try:
+            await broker.attach(announcement.broker, origin, announcement.description.pool, reader, timeout_s=10.0)
+        except FerryError as problem:
+            refusal = str(problem)
+        peers.attached(announcement.origin, refusal)
+
+    tasks.create_task(attach(), name="attach")
+
+
+async def _beat(stage: Stage) -> None:
+    while True:
+        stage.peers.beat(stage.in_flight(), stage.gauges())
+        await asyncio.sleep(stage.deployment.timeouts.heartbeat_s)
+
+
+class _FallbackWarning:
+    """Counts drafts the pool had no room for, and warns of the first."""
+
+    def __init__(self, counters: telemetry.Counters, share: PoolShare | None) -> None:
+        self._counters, self._share, self._warned = counters, share, False
+
+    def __call__(self, full: PoolFull, pool: Pool) -> None:
+        self._counters.count("pool_full_fallbacks")
+        if not self._warned and self._share is not None:
+            self._warned = True
+            log.warning(
+                "pool_full",
+                tensor_nbytes=full.wanted_nbytes,
+                longest_free_nbytes=full.longest_free_nbytes,
+                free_slots=full.free_slots,
+                pool_nbytes=pool.description.nbytes,
+                remedy=f"sent inline; raise {self._share.budget_key} to keep such tensors in the pool",
+            )

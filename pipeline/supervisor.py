@@ -1,0 +1,279 @@
+"""A whole deployment as one block: started, watched, and stopped without a trace.
+
+Each stage process leads a process group of its own, so a Ctrl-C in the terminal reaches the supervisor alone, and
+what a stage has started goes with it. It is tied to the supervisor by a lifeline (see `lifecycle.Tether`): however the
+supervisor ends, its stages follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline.config import Deployment, resolved
+from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
+from tensorferry.pipeline.readiness import readable
+from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.stage import ranks_of
+
+log = structlog.get_logger()
+
+#: Upstream first: whoever is asked to drain next then gets nothing new any more.
+DRAIN_ORDER = ("tokenizer", "encoder", "scheduler")
+FAILED_DRAIN_S = 5.0  #: grace period where something has failed and the rest can hardly finish its work
+CANCEL_S = 3.0  #: for stages to end by themselves once their lifeline is cut
+KILL_S = 10.0  #: for the kernel to end a killed process; GPU work in flight takes it up to a second
+
+#: What libraries take their number of threads from.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+
+Command = Callable[[str, int], Sequence[str]]  #: (stage, rank) -> argument list
+
+
+class Supervisor:
+    """A running deployment. Made by `running`."""
+
+    def __init__(self, deployment: Deployment, command: Command) -> None:
+        self._deployment, self._command = deployment, command
+        self._children: list[_Child] = []
+        self._lifeline = os.pipe()
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls,
+        deployment: Deployment,
+        config_file: Path,
+        overrides: Sequence[str] = (),
+        *,
+        command: Command | None = None,
+    ) -> AsyncIterator[Supervisor]:
+        """Every stage of the deployment, ready, for the length of the block; its end drains them, in order.
+
+        config_file, overrides: what `deployment` was loaded from; the stages load it again and check that it is
+        the same. command: how a stage is started, for tests. When a stage dies the block is cancelled, the rest
+        is stopped, and DeploymentError raised; so too when the deployment runs already, or is not ready in time, or
+        does not drain within its grace period. When the block is cancelled the stages are, too.
+        """
+        command = command or start_command(config_file, overrides)
+        async with AsyncExitStack() as undo:
+            runtime = Runtime.of(deployment)
+            undo.enter_context(runtime.own("deployment", 0, str(config_file)))
+            runtime.sweep()
+            undo.callback(runtime.sweep)
+            self = cls(deployment, command)
+            undo.push_async_exit(self._stop)
+            for stage, ranks in ranks_of(deployment).items():
+                for rank in range(ranks):
+                    self._children.append(self._spawn(stage, rank))
+            async with self._watched():
+                await self._until_ready()
+                log.info("deployment_ready", deployment=deployment.name, processes=len(self._children))
+                yield self
+
+    @property
+    def processes(self) -> dict[tuple[str, int], int]:
+        """The pid of every stage and rank."""
+        return {(child.stage, child.rank): child.process.pid for child in self._children}
+
+    def _spawn(self, stage: str, rank: int) -> _Child:
+        deployment = self._deployment
+        threads = deployment.encoder.threads if stage == "encoder" else 1
+        status, theirs = os.pipe()
+        tether = Tether(os.getpid(), self._lifeline[0], theirs, digest(deployment))
+        defaults = dict.fromkeys(THREAD_VARIABLES, str(threads))  # unless the user has set them
+        try:
+            process = subprocess.Popen(
+                self._command(stage, rank),
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,  # what they print is no result of ours
+                env=defaults | os.environ | {TETHER_VARIABLE: str(tether)},
+                pass_fds=(tether.lifeline, tether.status),
+                # Not a session: a stopped group in the session of its parent is woken and hung up on by the
+                # kernel when the parent dies. Source: setpgid(2), orphaned process groups.
+                process_group=0,
+            )
+        except OSError as problem:
+            os.close(status)
+            raise DeploymentError(f"{stage}-{rank} cannot be started: {problem}") from None
+        finally:
+            os.close(theirs)
+        log.info("stage_started", stage=stage, rank=rank, pid=process.pid)
+        return _Child(stage, rank, process, status)
+
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        """When a stage dies within the block, the block is cancelled and DeploymentError raised in its place."""
+        failure: Exception | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                watches = [group.create_task(self._watch(child)) for child in self._children]
+                try:
+                    yield
+                except Exception as problem:  # raised below, not in a group
+                    failure = problem
+                finally:
+                    for watch in watches:
+                        watch.cancel()
+        except ExceptionGroup as deaths:
+            raise deaths.exceptions[0] from failure
+        if failure is not None:
+            raise failure
+
+    async def _watch(self, child: _Child) -> None:
+        await child.ended()
+        log.error("stage_died", stage=child.stage, rank=child.rank, how=child.how)
+        when = "" if child.ready else " before it was ready"
+        raise DeploymentError(f"{child} {child.how}{when}, so the deployment was stopped; its last lines say more")
+
+    async def _until_ready(self) -> None:
+        start_s = self._deployment.timeouts.start_s
+        try:
+            async with asyncio.timeout(start_s):
+                for child in self._children:
+                    await child.announced()
+        except TimeoutError:
+            late = ", ".join(str(child) for child in self._children if not child.ready)
+            raise DeploymentError(
+                f"not ready within {start_s} s: {late}; their lines above say how far they came, and "
+                "timeouts.start_s gives them longer"
+            ) from None
+
+    async def _stop(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drain, then cut the lifeline, then kill; a cancellation skips to the next step."""
+        grace_s = self._deployment.timeouts.drain_s
+        if kind is not None:
+            grace_s = min(grace_s, FAILED_DRAIN_S) if issubclass(kind, Exception) else 0.0
+        try:
+            if grace_s:
+                await self._drain(grace_s)
+            if kind is None and (left := self._left()):
+                log.warning("drain_overran", stages=[str(child) for child in left], grace_s=grace_s)
+        finally:
+            os.close(self._lifeline[1])
+            try:
+                await self._all_ended(CANCEL_S)
+            finally:
+                self._kill()
+                os.close(self._lifeline[0])
+        unclean = [f"{child} {child.how}" for child in self._children if child.process.returncode]
+        if kind is None and unclean:
+            raise DeploymentError(f"not all stages drained within {grace_s} s: {', '.join(unclean)}")
+
+    async def _drain(self, grace_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                for stage in DRAIN_ORDER:
+                    members = [child for child in self._left() if child.stage == stage]
+                    for child in members:
+                        child.terminate()
+                    for child in members:
+                        await child.ended()
+
+    async def _all_ended(self, patience_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                for child in self._left():
+                    await child.ended()
+
+    def _kill(self) -> None:
+        left = self._left()
+        for child in left:
+            log.warning("stage_killed", stage=child.stage, rank=child.rank)
+            child.kill()
+        for child in left:
+            if not child.wait(KILL_S):
+                log.error("stage_not_killed", stage=child.stage, rank=child.rank, pid=child.process.pid)
+
+    def _left(self) -> list[_Child]:
+        return [child for child in self._children if child.process.returncode is None]
+
+
+class _Child:
+    """A stage process; holds its pidfd and the reading end of its status pipe until it is waited for."""
+
+    def __init__(self, stage: str, rank: int, process: subprocess.Popen[bytes], status: int) -> None:
+        self.stage, self.rank, self.process = stage, rank, process
+        self.ready = False
+        self._status = status
+        self._pidfd = os.pidfd_open(process.pid)
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.rank}"
+
+    @property
+    def how(self) -> str:
+        """How it ended."""
+        status = self.process.returncode
+        if status >= 0:
+            return f"exited with status {status}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-status, f'signal {-status}')}"
+
+    async def announced(self) -> None:
+        """Until it is ready; for ever if it never will be."""
+        await readable(self._status)
+        if os.read(self._status, 64) != b"ready\n":  # closed
+            await asyncio.get_running_loop().create_future()
+        self.ready = True
+
+    async def ended(self) -> None:
+        """Until its process has ended and been waited for."""
+        if self.process.returncode is None:
+            await readable(self._pidfd)
+            self._reap()
+
+    def wait(self, patience_s: float) -> bool:
+        """The same without the event loop, for the last moment; False: it has not."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        ended = bool(poll.poll(patience_s * 1000))
+        if ended:
+            self._reap()
+        return ended
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _reap(self) -> None:
+        """Its process has ended, and is not waited for yet: so its number, and its group's, are still its own."""
+        with suppress(ProcessLookupError, PermissionError):  # whatever it has left behind
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._pidfd)
+        os.close(self._status)
+
+
+def start_command(config_file: Path, overrides: Sequence[str]) -> Command:
+    """`tensorferry start`, with this interpreter."""
+    settings = [argument for setting in overrides for argument in ("--set", setting)]
+    return lambda stage, rank: [
+        *(sys.executable, "-m", "tensorferry", "start", stage),
+        *("--rank", str(rank), "--config", str(config_file), *settings),
+    ]
+
+
+def digest(deployment: Deployment) -> str:
+    """What two processes compare to know that they read the same from a deployment file."""
+    return hashlib.blake2b(resolved(deployment).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,1 @@
+"""Model adapters: vision encoders, one file each."""

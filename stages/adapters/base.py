@@ -1,0 +1,62 @@
+"""What a model adapter is: the one thing to write to plug in a vision encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tensorferry.codecs.errors import BadTensor
+from tensorferry.codecs.tensors import View, nbytes_of
+
+
+@dataclass(frozen=True, slots=True)
+class ItemInfo:
+    """What an adapter knows of an item before its pixels are loaded."""
+
+    index: int  #: position within its request
+    modality: str
+    grid: tuple[int, int, int]
+    patches: int
+    rows: int  #: embeddings it must produce
+    content_hash: bytes
+
+
+#: load(indices) -> pixels of those items, one after the other in the given order: (sum of patches, features).
+#: Called at most once an item. One item comes without a copy where that is possible.
+Load = Callable[[Sequence[int]], View]
+#: out(index, name, shape, dtype) -> a writable tensor that travels on to the scheduler. Called once for each
+#: (index, name); the first output of an item has shape (rows, width).
+Out = Callable[[int, str, tuple[int, ...], str], View]
+
+
+class ModelAdapter(Protocol):
+    """A vision encoder. Built once a rank, as `Class(spec: ModelSpec, threads: int)`; `encode` runs off the
+    event loop, one call at a time, on at most `threads` cores."""
+
+    #: Whether the family may use the cuda_vmm feature transport (promise P7).
+    supports_cuda_vmm_feature_transport: bool = False
+
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+        """Encode the items this rank owns; without items, do nothing and load nothing.
+
+        Raises for the whole call; the request fails, the rank lives on. BadItem names an item whose content
+        is at fault.
+        """
+
+
+def split(features: View, items: Sequence[ItemInfo]) -> list[View]:
+    """What `load` gave for `items`, in that order, cut into one view (patches, features) an item; no copies.
+
+    Raises BadTensor where the rows are not those of the items.
+    """
+    expected = sum(item.patches for item in items)
+    if not features.shape or features.shape[0] != expected:
+        raise BadTensor(f"features of shape {features.shape} for items of {expected} patches")
+    row_nbytes = nbytes_of(features.dtype, features.shape[1:])
+    views, start = [], 0
+    for item in items:
+        end = start + item.patches * row_nbytes
+        views.append(View(features.data[start:end], features.dtype, (item.patches, *features.shape[1:])))
+        start = end
+    return views

@@ -1,0 +1,48 @@
+"""An encoder that encodes nothing: its embeddings are a digest of the very bytes it was given.
+
+With it a test proves, end to end, that every item arrived bit-equal at its place. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.base import ItemInfo, Load, Out, split
+from tensorferry.stages.adapters.options import FingerprintOptions
+from tensorferry.stages.plugin import read_options
+
+DIGEST_NBYTES = 32
+
+
+def fingerprint_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> bytes:
+    """The 32-byte BLAKE2b of a tensor: of `dtype extent,extent,..` and a newline in ASCII, then its bytes.
+
+    data: the tensor's bytes, contiguous. So tensors of equal bytes but another dtype or shape differ.
+    """
+    digest = blake2b(f"{dtype} {','.join(map(str, shape))}\n".encode("ascii"), digest_size=DIGEST_NBYTES)
+    digest.update(data)
+    return digest.digest()
+
+
+class Fingerprint:
+    """Outputs of an item: `embeddings`, uint8 (rows, 32), every row the item's fingerprint; and `digest`,
+    uint8 (32,), the fingerprint once more, so that items travel with more than one output."""
+
+    supports_cuda_vmm_feature_transport: bool = True
+
+    def __init__(self, spec: ModelSpec, threads: int) -> None:
+        """threads: not used; hashing takes one core. Raises ConfigError for options it does not have."""
+        self._options = read_options("model.options", "fingerprint", FingerprintOptions, spec.options)
+
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+        batches = [[item] for item in items] if self._options.load_each else [items]
+        for batch in filter(None, batches):
+            features = load([item.index for item in batch])
+            for item, view in zip(batch, split(features, batch), strict=True):
+                digest = np.frombuffer(fingerprint_of(view.data.data, view.dtype, view.shape), np.uint8)
+                out(item.index, "embeddings", (item.rows, DIGEST_NBYTES), "uint8").numpy()[:] = digest
+                out(item.index, "digest", (DIGEST_NBYTES,), "uint8").numpy()[:] = digest

@@ -1,0 +1,28 @@
+"""The options of the built-in adapters, apart from the adapters so that checking them imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from tensorferry.pipeline.config import Spec
+
+Extent = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class FingerprintOptions(Spec, frozen=True):
+    load_each: bool = False  #: load items one by one, not all of a request's in one batch
+
+
+class PatchVitOptions(Spec, frozen=True):
+    width: Extent = 192  #: of the transformer; a multiple of 4 and of `heads`
+    depth: Annotated[int, Meta(ge=0, le=256)] = 2  #: transformer blocks
+    heads: Extent = 3
+    out_width: Extent = 256  #: of an embedding: the language model's hidden size
+    patch_features: Extent = 1176  #: 3 channels x 2 frames x 14 x 14 pixels, as the qwen2-vl processor makes them
+    dtype: Literal["float32", "bfloat16"] = "float32"  #: of weights, arithmetic and embeddings
+
+    def __post_init__(self) -> None:
+        if self.width % 4 or self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of 4 and of heads, {self.heads}")

@@ -1,0 +1,259 @@
+"""Encoder data-parallel ranks: a request's items in, embeddings of those this rank owns out to the schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
+
+import numpy as np
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone
+from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.publisher import Draft
+from tensorferry.codecs.tensors import View
+from tensorferry.pipeline.config import Deployment, encoder_pool_nbytes
+from tensorferry.pipeline.lifecycle import Stop
+from tensorferry.pipeline.peers import Peer
+from tensorferry.pipeline.stage import PoolShare, Stage, opened
+from tensorferry.stages.adapters.base import ItemInfo, ModelAdapter
+from tensorferry.stages.adapters.registry import make_adapter
+from tensorferry.stages.assignment import assign
+from tensorferry.stages.threads import run_to_end
+from tensorferry.stages.tombstones import Tombstones
+
+log = structlog.get_logger()
+
+
+async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
+    """Run encoder rank `rank` until `stop` drains it."""
+    share = PoolShare(
+        encoder_pool_nbytes(deployment),
+        deployment.embeddings_pool.slots,
+        deployment.embeddings_pool.inline_below_kb << 10,
+        "embeddings_pool.budget_mb",
+    )
+    async with opened(deployment, "encoder", rank, share) as stage:
+        with ThreadPoolExecutor(1, "encode") as thread:
+            adapter = await run_to_end(thread, partial(make_adapter, deployment.model, deployment.encoder.threads))
+            encoder = Encoder(stage, adapter, thread)
+            with stage.running(encoder.hear(), encoder.encode()):
+                await stage.peers.wait_ready()
+                stage.peers.open()
+                stop.announce_ready()
+                await stop.wait_draining()
+                await encoder.drain()
+
+
+class Encoder:
+    """See the module."""
+
+    def __init__(self, stage: Stage, adapter: ModelAdapter, thread: ThreadPoolExecutor) -> None:
+        self._stage, self._adapter, self._thread = stage, adapter, thread
+        self._jobs: asyncio.Queue[tuple[wire.Encode, Sequence[Buffer]]] = asyncio.Queue()
+        self._over = Tombstones()
+        self._in_flight = 0
+        stage.in_flight = lambda: self._in_flight
+
+    async def hear(self) -> None:
+        """Take what peers send, for ever."""
+        async for received in self._stage.inbox:
+            match received.message:
+                case wire.Encode(to=to) as job if to == self._stage.epoch:
+                    self._in_flight += 1
+                    self._jobs.put_nowait((job, received.frames))
+                case wire.Encode():
+                    self._stage.counters.count("mail_of_a_former_life")
+                case wire.Cancel(request=request, attempt=attempt):
+                    self._over.add(request, attempt)
+                case message:
+                    if not self._stage.peers.hear(message):
+                        self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
+
+    async def encode(self) -> None:
+        """Take a job, load what this rank owns, encode it, send the embeddings; for ever."""
+        while True:
+            job, frames = await self._jobs.get()
+            with bound_contextvars(request=job.request.hex()):
+                marks = [wire.Mark("encoding", time.monotonic_ns())]
+                with ExitStack() as embeddings:
+                    try:
+                        made = await self._encode(job, frames, embeddings)
+                        marks.append(wire.Mark("encoded", time.monotonic_ns()))
+                        self._send(job, made, tuple(marks))
+                    except Exception as problem:
+                        self._report(job, problem)
+            self._in_flight -= 1
+            self._jobs.task_done()
+
+    async def drain(self) -> None:
+        """Take no more jobs, and finish those that are here."""
+        self._stage.peers.tell(wire.Drain(self._stage.origin))
+        log.info("draining", in_flight=self._in_flight)
+        await self._jobs.join()
+
+    async def _encode(self, job: wire.Encode, frames: Sequence[Buffer], embeddings: ExitStack) -> Sequence[Made]:
+        """Run the adapter over the owned items; every payload that came is released, whatever happens."""
+        features = Features(self._stage, job, frames)
+        try:
+            if self._over.covers(job.request, job.attempt) or time.monotonic_ns() > job.deadline_ns:
+                return []
+            owned = self._owned(job)
+            outputs = Outputs(self._stage, owned, embeddings)
+            infos = [
+                ItemInfo(item.index, item.modality, item.grid, item.patches, item.rows, item.content_hash)
+                for item in owned
+            ]
+            await run_to_end(self._thread, lambda: self._adapter.encode(infos, features.load, outputs.out))
+            return outputs.finished()
+        finally:
+            features.close()
+
+    def _owned(self, job: wire.Encode) -> list[wire.Item]:
+        """This rank's items, by the assignment that every process computes alike. Raises BadMessage."""
+        owners = assign(job.request, [item.patches for item in job.items], max(1, len(job.encoders)))
+        mine = [
+            item
+            for item, owner in zip(job.items, owners, strict=True)
+            if job.encoders and job.encoders[owner].epoch == self._stage.epoch
+        ]
+        sent = [item for item in job.items if item.payload is not None]
+        if mine != sent:
+            raise BadMessage(
+                f"the assignment gives this rank items {[item.index for item in mine]}, "
+                f"but the message carries {[item.index for item in sent]}"
+            )
+        return mine
+
+    def _send(self, job: wire.Encode, made: Sequence[Made], marks: tuple[wire.Mark, ...]) -> None:
+        """Hand the embeddings to every scheduler rank that attends to the request: no await in here."""
+        if not made or self._over.covers(job.request, job.attempt):
+            return
+        peers = [self._stage.peers.get("scheduler", rank.rank, rank.epoch) for rank in job.schedulers]
+        for peer in peers:
+            frames: list[Buffer] = []
+            items = tuple(
+                wire.Embedding(
+                    item.info.index,
+                    item.info.rows,
+                    tuple(
+                        wire.Output(name, draft.dispatch(peer.column, frames, consumers=len(peers))[0])
+                        for name, draft in item.outputs.items()
+                    ),
+                )
+                for item in made
+            )
+            message = wire.Embeddings(job.request, job.attempt, peer.epoch, self._stage.origin, items, marks)
+            self._post(peer, message, frames, made)
+        nbytes = sum(draft.nbytes for item in made for draft in item.outputs.values())
+        log.info("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
+
+    def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer], made: Sequence[Made]) -> None:
+        try:
+            peer.outbox.send_nowait(message, frames)
+        except PeerBusy:
+            for item in made:
+                for draft in item.outputs.values():
+                    draft.retract(peer.column)
+            raise
+
+    def _report(self, job: wire.Encode, problem: Exception) -> None:
+        """Tell the request owner that this job failed; the rank lives on."""
+        self._over.add(job.request, job.attempt)
+        item = problem.index if isinstance(problem, BadItem) else -1
+        if isinstance(problem, FerryError):
+            log.info("failed", kind=type(problem).__name__, problem=str(problem))
+        else:
+            log.exception("encode_crashed")
+        text = str(problem) if isinstance(problem, FerryError) else f"{type(problem).__name__}: {problem}"
+        kind = type(problem).__name__ if isinstance(problem, FerryError) else "EncodeError"
+        retryable = isinstance(problem, PeerBusy | PeerGone)
+        failure = wire.Failure(kind, text[:4096], self._stage.origin, item, retryable)
+        with suppress(PeerGone):
+            owner = self._stage.peers.get(job.owner.stage, job.owner.rank, job.owner.epoch)
+            self._stage.peers.send(owner, wire.Failed(job.request, job.attempt, failure))
+
+
+class Features:
+    """The payloads of one job: each is read at most once and released exactly once."""
+
+    def __init__(self, stage: Stage, job: wire.Encode, frames: Sequence[Buffer]) -> None:
+        self._stage, self._frames = stage, frames
+        self._payloads = {item.index: item.payload for item in job.items if item.payload is not None}
+        self._borrowed = ExitStack()
+
+    def load(self, indices: Sequence[int]) -> View:
+        """The pixels of these items, one after the other; a single item is borrowed where it lies."""
+        if len(indices) == 1:
+            return self._borrowed.enter_context(self._open(indices[0]))
+        payloads = [self._payloads[index] for index in indices]
+        width = payloads[0].shape[1:] if payloads else (0,)
+        dtype = payloads[0].dtype if payloads else "float32"
+        for index, payload in zip(indices, payloads, strict=True):
+            if payload.shape[1:] != width or payload.dtype != dtype:
+                raise BadItem(index, f"features of {payload.dtype} {payload.shape} in a batch of {dtype} {width}")
+        rows = sum(payload.shape[0] for payload in payloads)
+        batch = View.empty(dtype, (rows, *width))
+        row_nbytes = batch.nbytes // rows if rows else 0
+        start = 0
+        for index, payload in zip(indices, payloads, strict=True):
+            end = start + payload.shape[0] * row_nbytes
+            with self._open(index) as view:
+                np.copyto(batch.data[start:end], view.data)
+            start = end
+        return batch
+
+    def close(self) -> None:
+        """Give back what is borrowed, and abandon what was never read."""
+        self._borrowed.close()
+        for payload in self._payloads.values():
+            with suppress(FerryError):  # over already, or its producer is gone: nothing is owed
+                self._stage.reader.acknowledge(payload)
+        self._payloads.clear()
+
+    def _open(self, index: int) -> AbstractContextManager[View]:
+        payload = self._payloads.pop(index, None)
+        if payload is None:
+            raise BadItem(index, "its features were loaded already, or never sent")
+        return self._stage.reader.open(payload, self._frames)
+
+
+class Made:
+    """The embeddings of one item, written and not yet sent."""
+
+    def __init__(self, info: wire.Item) -> None:
+        self.info = info
+        self.outputs: dict[str, Draft] = {}
+
+
+class Outputs:
+    """Where an adapter writes: leases of this rank's own pool, for as long as `block` lasts."""
+
+    def __init__(self, stage: Stage, items: Sequence[wire.Item], block: ExitStack) -> None:
+        self._stage, self._block = stage, block
+        self._made = {item.index: Made(item) for item in items}
+
+    def out(self, index: int, name: str, shape: tuple[int, ...], dtype: str) -> View:
+        made = self._made.get(index)
+        if made is None or name in made.outputs:
+            raise BadItem(index, f"the adapter asked twice for output {name!r}, or for an item it does not have")
+        draft = made.outputs[name] = self._block.enter_context(self._stage.publisher.draft([(dtype, shape)]))
+        return draft.views[0]
+
+    def finished(self) -> Sequence[Made]:
+        """All items, each with outputs of the rows it must have. Raises BadItem."""
+        for index, made in self._made.items():
+            first = next(iter(made.outputs.values()), None)
+            if first is None:
+                raise BadItem(index, "the adapter made no output for it")
+            if first.views[0].shape[:1] != (made.info.rows,):
+                raise BadItem(
+                    index, f"the adapter made embeddings of shape {first.views[0].shape} for {made.info.rows} rows"
+                )
+        return list(self._made.values())

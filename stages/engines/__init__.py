@@ -1,0 +1,1 @@
+"""Engine adapters: what a scheduler hands its batches to, one file each."""

@@ -1,0 +1,39 @@
+"""What an engine adapter is: the one thing to write to plug in a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorferry.codecs.tensors import View
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request with everything it needs to run; the tensors are the engine's own copies."""
+
+    request: bytes
+    token_ids: npt.NDArray[np.int32]  #: placeholders included
+    spans: Sequence[tuple[int, int]]  #: per item: (offset, length) of its placeholders
+    embeddings: Sequence[Mapping[str, View]]  #: per item: outputs by name; the first has `length` rows
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    output_tokens: int
+    digests: tuple[bytes, ...] = ()  #: one per item where the engine makes them
+
+
+class Engine(Protocol):
+    """A language model's scheduler. Built once a rank from a SchedulerSpec."""
+
+    async def run(self, batch: Sequence[EngineRequest]) -> Sequence[EngineResult | Exception]:
+        """One answer per request, in order; an Exception fails that request alone."""
+
+
+Options = Mapping[str, Any]

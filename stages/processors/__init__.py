@@ -1,0 +1,1 @@
+"""Processors: encoded media to pixel tensors, one file each."""

@@ -1,0 +1,136 @@
+"""AVIF files: what their coded pictures really measure (ISO/IEC 23008-12 boxes around AV1 sequence headers)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import unpack_from
+
+from tensorferry.stages.processors.av1 import coded_pixels
+from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.container import Container
+
+#: Boxes of a level, items of a file and extents of an item that may be walked over. A grid's tiles are items;
+#: the largest that anybody writes have some hundreds.
+MAX_PARTS = 4096
+
+IN_FILE, IN_IDAT = 0, 1  #: where an item's bytes lie
+Place = tuple[int, int, int]  #: IN_FILE or IN_IDAT, offset, bytes
+
+
+def read_avif(view: memoryview) -> Container:
+    """Find every coded picture of a file and read its size where the decoder does.
+
+    The size that the container gives (`ispe`) is only what a decoded picture is scaled to, so it bounds
+    nothing. Of an animation the still picture beside it is kept, as the file's `avif` brand promises one.
+    EXIF is cleared: by the format it has no say in how a picture is shown; rotation and mirror are boxes of
+    their own, which Pillow reports as an orientation.
+    """
+    copy = bytearray(view)
+    metas: list[tuple[int, int]] = []
+    for box, kind, start, end in _boxes(view, 0, len(view)):
+        if kind == b"ftyp":
+            for brand in (start, *range(start + 8, end - 3, 4)):
+                if bytes(view[brand : brand + 4]) == b"avis":  # of two readings, an animation and a still, the latter
+                    copy[brand : brand + 4] = b"avif"
+        elif kind == b"moov":
+            copy[box + 4 : box + 8] = b"free"
+        elif kind == b"meta":
+            metas.append((start, end))
+    if len(metas) != 1:
+        raise BadMedia(f"an AVIF of {len(metas)} meta boxes is not accepted; 1 is")
+    parts: dict[bytes, tuple[int, int]] = {}
+    for _, kind, start, end in _boxes(view, metas[0][0] + 4, metas[0][1]):
+        if kind in parts and kind in (b"iinf", b"iloc", b"idat"):
+            raise BadMedia(f"an AVIF of several {kind!r} boxes is not accepted")
+        parts[kind] = (start, end)
+    if b"iinf" not in parts or b"iloc" not in parts:
+        raise BadMedia("an AVIF without a list of its items")
+    places = _places(view, *parts[b"iloc"])
+    idat = view[slice(*parts.get(b"idat", (0, 0)))]
+    coded = []
+    for item, kind, position in _items(view, *parts[b"iinf"]):
+        if kind == b"Exif":
+            copy[position : position + 4] = b"none"
+        elif kind == b"av01":
+            coded.append(coded_pixels(_gather(view, idat, places.get(item, []))))
+    if not coded:
+        raise BadMedia("an AVIF without a picture")
+    # A picture has an alpha plane, a thumbnail and a gain map beside it at most; a grid has many small ones.
+    return Container("AVIF", bytes(copy), None, None, coded_pixels=max(*coded, sum(coded) // 4))
+
+
+def _boxes(view: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes, int, int]]:
+    """The boxes between two offsets: where each starts, its kind, start and end of its contents."""
+    for _ in range(MAX_PARTS):
+        if start + 8 > end:
+            return
+        nbytes, kind = unpack_from(">L4s", view, start)
+        head = 8
+        if nbytes == 1:
+            (nbytes,), head = unpack_from(">Q", view, start + 8), 16
+        elif nbytes == 0:  # up to the end
+            nbytes = end - start
+        if nbytes < head or start + nbytes > end:
+            raise BadMedia(f"truncated: an AVIF box {kind!r} runs over the end")
+        yield start, kind, start + head, start + nbytes
+        start += nbytes
+    raise BadMedia(f"an AVIF of more than {MAX_PARTS} boxes is not accepted")
+
+
+def _items(view: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
+    """Of each item of an `iinf` box: its id, its kind, and where the kind is written."""
+    for _, name, at, _ in _boxes(view, start + (6 if view[start] == 0 else 8), end):
+        if name == b"infe" and view[at] in (2, 3):
+            wide = view[at] == 3
+            (item,) = unpack_from(">L" if wide else ">H", view, at + 4)
+            position = at + (10 if wide else 8)
+            yield item, bytes(view[position : position + 4]), position
+
+
+def _places(view: memoryview, start: int, end: int) -> dict[int, list[Place]]:
+    """Item id -> where its extents lie, of an `iloc` box."""
+    cursor = start + 4
+
+    def number(nbytes: int) -> int:
+        nonlocal cursor
+        if cursor + nbytes > end:
+            raise BadMedia("truncated: an AVIF's item locations run over their box")
+        cursor += nbytes
+        return int.from_bytes(view[cursor - nbytes : cursor])
+
+    version = view[start]
+    if version > 2:
+        raise BadMedia(f"AVIF item locations of version {version} are not known")
+    sizes, more = number(1), number(1)
+    offset_nbytes, length_nbytes, base_nbytes = sizes >> 4, sizes & 15, more >> 4
+    index_nbytes = more & 15 if version else 0
+    found: dict[int, list[Place]] = {}
+    total = 0
+    for _ in range(number(4 if version == 2 else 2)):
+        item = number(4 if version == 2 else 2)
+        method = number(2) & 15 if version else IN_FILE
+        number(2)  # data reference: always this file
+        base = number(base_nbytes)
+        if item in found or method not in (IN_FILE, IN_IDAT):
+            raise BadMedia(f"an AVIF item {item} with a second or a derived location is not accepted")
+        extents = number(2)
+        total += 1 + extents
+        if total > MAX_PARTS:
+            raise BadMedia(f"an AVIF of more than {MAX_PARTS} items and extents is not accepted")
+        found[item] = []
+        for _ in range(extents):
+            number(index_nbytes)
+            offset = base + number(offset_nbytes)
+            found[item].append((method, offset, number(length_nbytes)))
+    return found
+
+
+def _gather(view: memoryview, idat: memoryview, places: list[Place]) -> memoryview:
+    """The bytes of an item. Those of one extent, the usual case, are not copied."""
+    pieces = []
+    for method, offset, nbytes in places:
+        source = view if method == IN_FILE else idat
+        if offset + nbytes > len(source):
+            raise BadMedia("truncated: the AVIF ends before a picture of it does")
+        pieces.append(source[offset : offset + nbytes])
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))

@@ -1,0 +1,67 @@
+"""Which image formats are accepted, told by content and never by name, and who reads each."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from tensorferry.stages.processors.avif import read_avif
+from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.bitmaps import read_bmp, read_gif, read_webp
+from tensorferry.stages.processors.container import Container
+from tensorferry.stages.processors.jpeg import read_jpeg
+from tensorferry.stages.processors.png import read_png
+from tensorferry.stages.processors.tiff import read_tiff
+
+#: How a file starts -> who reads it. Each reader takes a memoryview of the file, walks it in bounded time
+#: and memory, and raises BadMedia for what is broken or excessive in it.
+_ACCEPTED = (
+    (rb"\xff\xd8\xff", read_jpeg),
+    (rb"\x89PNG\r\n\x1a\n", read_png),
+    (rb"RIFF.{4}WEBP", read_webp),
+    (rb"GIF8[79]a", read_gif),
+    (rb"II[*+]\x00|MM\x00[*+]", read_tiff),
+    (rb".{4}ftyp(?:avif|avis|mif1|msf1)", read_avif),
+    (rb"BM", read_bmp),
+)
+#: How a file starts -> what it is: a refusal should say more than "unknown".
+_REFUSED = (
+    (rb"\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51", "JPEG 2000"),
+    (rb"\x00\x00\x00\x0cJXL |\xff\x0a", "JPEG XL"),
+    (rb".{4}ftyp(?:hei|hev)", "HEIC"),
+    (rb".{4}ftyp", "MP4 or QuickTime"),
+    (rb"(?i:\s*<(?:\?xml|svg|!--|!doctype|html))", "SVG, XML or HTML"),
+    (rb"%PDF", "PDF"),
+    (rb"%!PS", "PostScript"),
+    (rb"\x00\x00[\x01\x02]\x00", "ICO"),
+    (rb"8BPS", "Photoshop"),
+    (rb"P[1-7fF]\s", "PNM"),
+    (rb"qoif", "QOI"),
+    (rb"DDS ", "DDS"),
+    (rb"\x76\x2f\x31\x01", "OpenEXR"),
+    (rb"\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd", "a compressed file"),
+)
+_READERS = tuple((re.compile(start, re.DOTALL), reader) for start, reader in _ACCEPTED)
+_NAMES = tuple((re.compile(start, re.DOTALL), name) for start, name in _REFUSED)
+
+
+def read_container(data: bytes | memoryview) -> Container:
+    """Read an encoded image's container; the result may refer to `data`, which must be contiguous.
+
+    Raises BadMedia for what is empty, no image, of a format that is not accepted (which it names), or
+    broken or excessive in its structure.
+    """
+    view = memoryview(data).cast("B")
+    if not len(view):
+        raise BadMedia("the file is empty")
+    for start, reader in _READERS:
+        if start.match(view):
+            try:
+                return reader(view)
+            except (IndexError, OverflowError, struct.error):
+                raise BadMedia("truncated: the file ends within its header") from None
+    accepted = "JPEG, PNG, WebP, GIF, TIFF, AVIF and BMP are"
+    for start, name in _NAMES:
+        if start.match(view):
+            raise BadMedia(f"{name} is not accepted; {accepted}")
+    raise BadMedia(f"not an image that is known here (it starts with {bytes(view[:8])!r}); {accepted}")

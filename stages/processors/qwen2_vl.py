@@ -1,0 +1,180 @@
+"""Images as Qwen2-VL sees them: resized to whole patches, normalised, cut into patches in merge order.
+
+Equal, bit for bit in float32, to transformers 5.24's Qwen2VLImageProcessorPil for every image that both accept
+(orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule, constants and order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from tensorferry.codecs.tensors import DTYPES, View
+from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.stages.plugin import read_options
+from tensorferry.stages.processors.base import BadMedia, Plan
+from tensorferry.stages.processors.image import header, upright
+from tensorferry.stages.processors.options import Qwen2VLOptions
+
+#: Mean and standard deviation of red, green and blue over CLIP's training set (openai/CLIP, clip.py).
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+CHANNELS = len(CLIP_MEAN)
+#: The longer side over the shorter, at most; Qwen2-VL refuses more.
+MAX_ASPECT = 200
+
+
+class Qwen2VLProcessor:
+    """See `base.Processor`. A still image of h x w patches has grid (1, h, w) and h * w / merge_size² tokens.
+
+    Sides are rounded to multiples of patch_size * merge_size and the whole kept within min_pixels and
+    max_pixels, so anything below is enlarged, a single pixel to 56x56; see `resized`.
+    """
+
+    def __init__(self, options: Mapping[str, object], limits: LimitsSpec) -> None:
+        """`options`: the fields of Qwen2VLOptions. Raises ConfigError naming one that is unknown or wrong."""
+        self.options = read_options("tokenizer.options", "qwen2-vl", Qwen2VLOptions, options)
+        self.limits = limits
+        patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
+        self.factor = patch * merge  #: pixels of a token's side
+        self.features = CHANNELS * frames * patch**2
+        self._levels = _levels(self.options.dtype)
+        self._settings = f"qwen2-vl 1 {self.options.dtype} {patch} {merge} {frames}"
+
+    def plan(self, data: bytes | memoryview) -> Plan:
+        found = header(data, self.limits)
+        return self._plan(*self.resized(found.width, found.height))
+
+    def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
+        """Decode, resize and write; see `base.Processor`. Two bytes a pixel are needed beside the picture itself.
+
+        The hash is over what the tensor is made of: the resized pixels, their size and the settings. So
+        files that differ and give equal tensors have equal hashes too.
+        """
+        image = upright(data, self.limits)
+        size = self.resized(image.width, image.height)
+        if self._plan(*size) != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
+            raise BadMedia(f"the image of {image.width}x{image.height} is not the one that was planned")
+        pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+        del image  # up to 160 MB, and not needed while the tensor is written
+        self._write_patches(pixels, out)
+        described = f"{self._settings} {size[0]}x{size[1]}\n".encode()
+        digest = hashlib.blake2b(described, digest_size=16)
+        digest.update(pixels.data)
+        return digest.digest()
+
+    def rows_for(self, width: int, height: int) -> int:
+        if width * height > self.limits.item_pixels:
+            raise BadMedia(f"{width}x{height} is over the limit of {self.limits.item_pixels} pixels")
+        across, down = self.resized(width, height)
+        return across * down // self.factor**2
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """The (width, height) an image is resized to.
+
+        Each side to the nearest multiple of patch_size * merge_size (half to even), the shape kept; then, where that is
+        over max_pixels, both sides down by one ratio and rounded down (to one multiple at least), or, where it
+        is under min_pixels, both up and rounded up. Very long images can thus stay somewhat over max_pixels.
+        Raises BadMedia for empty sizes and for sides more than 200:1 apart.
+        """
+        options, factor = self.options, self.factor
+        if width < 1 or height < 1:
+            raise BadMedia(f"an image of {width}x{height}")
+        aspect = max(width, height) / min(width, height)
+        if aspect > MAX_ASPECT:
+            raise BadMedia(f"{width}x{height} is {aspect:.1f}:1; the limit of the aspect ratio is {MAX_ASPECT}:1")
+        across, down = round(width / factor) * factor, round(height / factor) * factor
+        if across * down > options.max_pixels:
+            shrink = math.sqrt((height * width) / options.max_pixels)
+            across = max(factor, math.floor(width / shrink / factor) * factor)
+            down = max(factor, math.floor(height / shrink / factor) * factor)
+        elif across * down < options.min_pixels:
+            grow = math.sqrt(options.min_pixels / (height * width))
+            across = math.ceil(width * grow / factor) * factor
+            down = math.ceil(height * grow / factor) * factor
+        return across, down
+
+    def size_for(self, rows: int, aspect: float) -> tuple[int, int]:
+        """See `base.Processor`: the number of rows comes first, then the aspect ratio.
+
+        The size is one that `resized` leaves as it is. A count below or above what min_pixels and max_pixels
+        allow gives the nearest allowed; so does one that only more than 200:1 could make, such as a large prime.
+        """
+        token_pixels = self.factor**2
+        fewest = -(-self.options.min_pixels // token_pixels)
+        most = self.options.max_pixels // token_pixels
+        wanted = min(max(rows, fewest), most)
+        for distance in range(most - fewest + 1):
+            for count in (wanted - distance, wanted + distance):
+                if fewest <= count <= most and (sides := _sides(count, aspect)):
+                    return sides[0] * self.factor, sides[1] * self.factor
+        raise BadMedia(f"no size has about {rows} rows")  # options allow one token number, and it is a large prime
+
+    def largest_item_nbytes(self) -> int:
+        """See `base.Processor`: over every image that is not refused."""
+        factor, least, most = self.factor, self.options.min_pixels, self.options.max_pixels
+        # Reduced: within max_pixels, unless the short side is held at one token.
+        pixels = max(most, factor * max(factor, math.floor(math.sqrt(most * MAX_ASPECT) / factor) * factor))
+        # Enlarged: sides a x b = min_pixels, each rounded up to the next multiple.
+        longest = math.ceil(math.sqrt(least * MAX_ASPECT) / factor)
+        for tokens in range(1, math.isqrt(least) // factor + 2):
+            across = min(longest, math.ceil(least / ((tokens - 1) * factor) / factor)) if tokens > 1 else longest
+            pixels = max(pixels, tokens * across * factor**2)
+        return pixels * CHANNELS * self.options.temporal_patch_size * DTYPES[self.options.dtype]
+
+    def _plan(self, width: int, height: int) -> Plan:
+        """The plan of an image resized to this size."""
+        across, down = width // self.options.patch_size, height // self.options.patch_size
+        patches = across * down
+        rows = patches // self.options.merge_size**2
+        return Plan("image", (1, down, across), (patches, self.features), self.options.dtype, rows)
+
+    def _write_patches(self, pixels: npt.NDArray[np.uint8], out: View) -> None:
+        """Normalise (height, width, 3) pixels into `out`, in order: of every merge_size x merge_size
+        block of patches, row by row, its patches; of a patch its channels, of a channel its (equal) frames.
+
+        One row of blocks at a time, so that what is between the two stays in the processor's cache.
+        """
+        patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
+        band = patch * merge
+        blocks = pixels.shape[1] // band
+        bands = out.data.view(self._levels.dtype).reshape(-1, blocks * merge**2, CHANNELS, frames, patch**2)
+        for row, target in enumerate(bands):
+            cut = pixels[row * band : (row + 1) * band].reshape(merge, patch, blocks, merge, patch, CHANNELS)
+            by_channel = cut.transpose(5, 2, 0, 3, 1, 4).reshape(CHANNELS, blocks * merge**2, 1, patch**2)
+            for channel, levels in enumerate(self._levels):
+                target[:, channel] = levels.take(by_channel[channel])
+
+
+def _levels(dtype: str) -> npt.NDArray[np.float32 | np.uint16]:
+    """What each of the 256 levels of each channel becomes: (3, 256) of float32, or of bfloat16's bits.
+
+    The arithmetic is in the order and precision of transformers: level times 1/255 in float64, rounded to
+    float32; minus the mean and by the deviation in float32.
+    """
+    scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
+    mean, std = (np.array(values, np.float32)[:, np.newaxis] for values in (CLIP_MEAN, CLIP_STD))
+    levels = (scaled - mean) / std
+    return levels if dtype == "float32" else bfloat16_bits(levels)
+
+
+def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Finite float32 values rounded to bfloat16, half to even, as bits; numpy has no such type."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def _sides(count: int, aspect: float) -> tuple[int, int] | None:
+    """Whole (across, down) with this product, nearest in shape to `aspect` = across / down and within 200:1."""
+    sides = [
+        pair
+        for side in range(1, math.isqrt(count) + 1)
+        if not count % side and count // side <= MAX_ASPECT * side
+        for pair in ((side, count // side), (count // side, side))
+    ]
+    return min(sides, key=lambda pair: abs(math.log(pair[0] / pair[1] / aspect)), default=None)

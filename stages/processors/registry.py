@@ -1,0 +1,45 @@
+"""From `tokenizer.processor` to a processor. Imports none, and so no Pillow, before one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tensorferry.pipeline.config import LimitsSpec, Spec
+from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
+from tensorferry.stages.processors.base import Processor
+from tensorferry.stages.processors.options import Qwen2VLOptions
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """What is known of a processor without importing it."""
+
+    reference: str
+    options: type[Spec]
+
+
+BUILT_IN = {"qwen2-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions)}
+
+
+def check_processor(name: str, options: Mapping[str, object]) -> None:
+    """Find mistakes in `tokenizer.processor` and its options without importing it: names that do not exist.
+
+    A plug-in's options are its own to check, when it is built. Raises ConfigError.
+    """
+    check_reference("tokenizer.processor", name, BUILT_IN)
+    if name in BUILT_IN:
+        read_options("tokenizer.options", name, BUILT_IN[name].options, options)
+
+
+def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec) -> Processor:
+    """Import and build a processor: a name of BUILT_IN, or a user's own class, `package.module:Class`.
+
+    Built as `Class(options, limits)`. Raises ConfigError, and what a plug-in raises.
+    """
+    check_processor(name, options)
+    found = import_class("tokenizer.processor", BUILT_IN[name].reference if name in BUILT_IN else name)
+    if not callable(getattr(found, "write", None)):
+        raise bad_config("tokenizer.processor", f"{name!r} is not a processor: it has no method write")
+    processor: Processor = found(options, limits)
+    return processor

@@ -1,0 +1,126 @@
+"""Text to token ids, and the splice of text, token ids and items' placeholders into one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer
+
+from tensorferry.codecs.errors import BadRequest
+from tensorferry.stages.plugin import bad_config
+
+Ids = npt.NDArray[np.int32]
+
+#: What surrounds and stands for an item's rows, by the names that Qwen2-VL's vocabulary gives them.
+VISION_START, IMAGE_PAD, VISION_END = PLACEHOLDERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+#: One token a byte of UTF-8, id = byte, then the placeholders. `tests/test_text.py` makes it anew and compares.
+BUNDLED = "bytelevel.json"
+
+
+class TextEncoder:
+    """A vocabulary. Thread-safe; the tokenizers library encodes without Python's lock."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        """`name`: of the file, for errors. Raises ConfigError where a placeholder is missing."""
+        found = {token: tokenizer.token_to_id(token) for token in PLACEHOLDERS}
+        ids = {token: number for token, number in found.items() if number is not None}
+        if missing := found.keys() - ids.keys():
+            raise bad_config(
+                "tokenizer.vocabulary",
+                f"{name} lacks {', '.join(sorted(missing))}: it is not one of a Qwen2-VL-like model",
+            )
+        # A vocabulary may list a placeholder as an ordinary added token, which is found in text whatever
+        # encode_special_tokens says; its id stays. Nor may one cut or pad what a user wrote.
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in PLACEHOLDERS])
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.vision_start, self.image_pad, self.vision_end = (ids[token] for token in PLACEHOLDERS)
+        self.size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  #: all ids are below
+
+    @classmethod
+    def from_file(cls, path: str | None) -> TextEncoder:
+        """The vocabulary of a `tokenizer.json`; None: the bundled one of bytes.
+
+        Raises ConfigError naming the file, where it cannot be read or lacks a placeholder.
+        """
+        name = path or BUNDLED
+        try:
+            source = Path(path) if path else files(__package__) / BUNDLED
+            tokenizer = Tokenizer.from_str(source.read_text(encoding="utf-8"))
+        except OSError as problem:
+            raise bad_config("tokenizer.vocabulary", f"{name}: {problem.strerror}") from None
+        except Exception as problem:  # the library raises plain Exception
+            raise bad_config("tokenizer.vocabulary", f"{name} is not a tokenizer.json: {problem}") from None
+        return cls(tokenizer, name)
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text, no start or end tokens added.
+
+        The text is all text: what reads like a placeholder, or like another special token of the vocabulary,
+        is spelled out as the characters it consists of. Templates come as token ids, not as text.
+        Raises BadRequest for what cannot be encoded.
+        """
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as problem:  # a lone surrogate is a TypeError, a model without unknown token an Exception
+            raise BadRequest(f"text cannot be encoded: {problem}") from None
+        ids = np.array(encoding.ids, np.int32)
+        if self._placeholders_in(ids).any():  # a vocabulary whose model itself spells one
+            raise BadRequest("text contains a placeholder token")
+        return ids
+
+    def read_ids(self, data: bytes | memoryview) -> Ids:
+        """A client's token ids, little-endian int32, checked by `check_ids`; a view of `data`."""
+        if len(data) % 4:
+            raise BadRequest(f"token ids of {len(data)} bytes; they are 4 bytes each")
+        ids = np.frombuffer(data, "<i4") if len(data) else np.empty(0, np.int32)
+        self.check_ids(ids)
+        return ids
+
+    def check_ids(self, ids: Ids) -> None:
+        """Raise BadRequest naming the first id, if any, that is outside the vocabulary or a placeholder's.
+
+        Placeholders are put in by `assemble` alone, so that they match the items.
+        """
+        outside = (ids < 0) | (ids >= self.size)
+        if outside.any():
+            at = int(outside.argmax())
+            raise BadRequest(f"token {at} has id {ids[at]}; the vocabulary ends at {self.size - 1}")
+        found = self._placeholders_in(ids)
+        if found.any():
+            at = int(found.argmax())
+            token = self._tokenizer.id_to_token(int(ids[at]))
+            raise BadRequest(f"token {at} is {token}, id {ids[at]}; placeholders come from items only")
+
+    def assemble(self, parts: Sequence[Ids | int]) -> tuple[Ids, list[tuple[int, int]]]:
+        """One prompt of the parts of a request, in order: token ids, or for an item its number of rows (> 0).
+
+        An item becomes vision_start, that many image_pad, vision_end. Returns the ids and, for each item in
+        order, (offset, length) of its image_pads.
+        """
+        total = sum(part + 2 if isinstance(part, int) else len(part) for part in parts)
+        ids = np.empty(total, np.int32)
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for part in parts:
+            if isinstance(part, int):
+                assert part > 0, "an item of no rows"
+                spans.append((end + 1, part))
+                ids[end] = self.vision_start
+                ids[end + 1 : end + 1 + part] = self.image_pad
+                ids[end + 1 + part] = self.vision_end
+                end += part + 2
+            else:
+                ids[end : end + len(part)] = part
+                end += len(part)
+        return ids, spans
+
+    def _placeholders_in(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = np.isin(ids, (self.vision_start, self.image_pad, self.vision_end))
+        return found

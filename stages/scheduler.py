@@ -1,0 +1,265 @@
+"""Scheduler ranks: collect a request's embeddings in item order, admit it under a token budget, run it, report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerGone
+from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.tensors import View
+from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.lifecycle import Stop
+from tensorferry.pipeline.stage import Stage, opened
+from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
+from tensorferry.stages.engines.registry import make_engine
+from tensorferry.stages.tombstones import Tombstones
+
+log = structlog.get_logger()
+
+SWEEP_PERIOD_S = 1.0
+
+
+async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
+    """Run scheduler rank `rank` until `stop` drains it."""
+    async with opened(deployment, "scheduler", rank) as stage:
+        scheduler = Scheduler(stage, make_engine(deployment.scheduler))
+        with stage.running(scheduler.hear(), scheduler.run(), scheduler.sweep()):
+            stage.peers.open()
+            stop.announce_ready()
+            await stop.wait_draining()
+            await scheduler.drain()
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that is not complete yet: its tokens, its embeddings, or both are still to come."""
+
+    admit: wire.Admit | None = None
+    embeddings: dict[int, Mapping[str, View]] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)  #: step -> the latest time over all encoder ranks
+    until_ns: int = 0
+    problem: FerryError | None = None  #: its embeddings are unusable; told to the owner as soon as that is known
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(self, stage: Stage, engine: Engine) -> None:
+        self._stage, self._engine = stage, engine
+        self._budget = stage.deployment.scheduler.batch_tokens
+        self._patience_ns = int(stage.deployment.limits.request_timeout_s * 1e9)
+        self._pending: dict[tuple[bytes, int], Pending] = {}
+        self._ready: deque[Pending] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._running = 0
+        self._over = Tombstones()
+        stage.in_flight = lambda: len(self._pending) + len(self._ready) + self._running
+
+    async def hear(self) -> None:
+        """Take what peers send, for ever."""
+        async for received in self._stage.inbox:
+            match received.message:
+                case wire.Admit(to=to) as admit if to == self._stage.epoch:
+                    self._admit(admit)
+                case wire.Embeddings(to=to) as embeddings if to == self._stage.epoch:
+                    self._collect(embeddings, received.frames)
+                case wire.Admit() | wire.Embeddings():
+                    self._stage.counters.count("mail_of_a_former_life")
+                case wire.Cancel(request=request, attempt=attempt):
+                    self._over.add(request, attempt)
+                    self._pending.pop((request, attempt), None)
+                case message:
+                    if not self._stage.peers.hear(message):
+                        self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
+
+    async def run(self) -> None:
+        """Take as many complete requests as the token budget allows, run them, report each; for ever."""
+        while True:
+            while not self._ready:
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+            batch = self._batch()
+            self._running = len(batch)
+            if batch:
+                await self._run(batch)
+            self._running = 0
+
+    async def sweep(self) -> None:
+        """Drop what can never become complete, once a second, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            now = time.monotonic_ns()
+            for key in [key for key, pending in self._pending.items() if now > pending.until_ns]:
+                del self._pending[key]
+                self._over.add(*key)
+                self._stage.counters.count("requests_expired")
+
+    async def drain(self) -> None:
+        """Finish what is complete; what is not was given up by its owner, which left before us."""
+        self._stage.peers.tell(wire.Drain(self._stage.origin))
+        log.info("draining", in_flight=self._stage.in_flight())
+        while self._ready or self._running:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # --- collecting
+
+    def _admit(self, admit: wire.Admit) -> None:
+        if self._over.covers(admit.request, admit.attempt):
+            return
+        pending = self._of(admit.request, admit.attempt)
+        pending.admit = admit
+        pending.until_ns = admit.deadline_ns
+        if pending.problem is not None:
+            self._fail(admit.request, admit.attempt, pending, pending.problem)
+            return
+        self._complete(admit.request, admit.attempt, pending)
+
+    def _collect(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
+        """Copy embeddings out as they arrive, so that an encoder's pool never waits for the language model."""
+        over = self._over.covers(message.request, message.attempt)
+        arrived: dict[int, Mapping[str, View]] = {}
+        problem: FerryError | None = None
+        for item in message.items:
+            outputs: dict[str, View] = {}
+            for output in item.outputs:
+                try:
+                    if over or problem is not None:
+                        self._stage.reader.acknowledge(output.payload)
+                    else:
+                        with self._stage.reader.open(output.payload, frames) as view:
+                            outputs[output.name] = view.copy()
+                except FerryError as found:
+                    problem = problem or found
+            arrived[item.index] = outputs
+        if over:
+            self._stage.counters.count("embeddings_late")
+            return
+        pending = self._of(message.request, message.attempt)
+        if problem is not None:
+            pending.problem = problem
+            if pending.admit is not None:
+                self._fail(message.request, message.attempt, pending, problem)
+            return
+        for index, embedding in arrived.items():
+            pending.embeddings.setdefault(index, embedding)
+        for mark in message.marks:
+            pending.marks[mark.step] = max(mark.at_ns, pending.marks.get(mark.step, 0))
+        self._complete(message.request, message.attempt, pending)
+
+    def _of(self, request: bytes, attempt: int) -> Pending:
+        pending = self._pending.get((request, attempt))
+        if pending is None:
+            pending = self._pending[request, attempt] = Pending(until_ns=time.monotonic_ns() + self._patience_ns)
+        return pending
+
+    def _complete(self, request: bytes, attempt: int, pending: Pending) -> None:
+        """Queue the request once its tokens and all its embeddings are here, and fit each other."""
+        admit = pending.admit
+        if admit is None or any(span.item not in pending.embeddings for span in admit.spans):
+            return
+        try:
+            check(admit, pending.embeddings)
+        except FerryError as problem:
+            self._fail(request, attempt, pending, problem)
+            return
+        pending.marks["collected"] = time.monotonic_ns()
+        del self._pending[request, attempt]
+        self._ready.append(pending)
+        self._wake.set()
+
+    # --- running
+
+    def _batch(self) -> list[tuple[wire.Admit, Pending, EngineRequest]]:
+        """The next requests, in order of completion, within the token budget; one that exceeds it runs alone."""
+        batch: list[tuple[wire.Admit, Pending, EngineRequest]] = []
+        budget = self._budget
+        while self._ready:
+            pending = self._ready[0]
+            admit = pending.admit
+            assert admit is not None
+            cost = len(admit.token_ids) // 4 + admit.output_tokens
+            if batch and cost > budget:
+                break
+            self._ready.popleft()
+            if self._over.covers(admit.request, admit.attempt):
+                continue
+            budget -= cost
+            batch.append((admit, pending, splice(admit, pending.embeddings)))
+        return batch
+
+    async def _run(self, batch: Sequence[tuple[wire.Admit, Pending, EngineRequest]]) -> None:
+        started = time.monotonic_ns()
+        answers: Sequence[EngineResult | Exception]
+        try:
+            answers = await self._engine.run([request for _, _, request in batch])
+        except Exception as crash:
+            log.exception("engine_crashed", requests=len(batch))
+            answers = [crash] * len(batch)
+        for (admit, pending, _), answer in zip(batch, answers, strict=True):
+            if isinstance(answer, Exception):
+                self._fail(admit.request, admit.attempt, pending, answer)
+                continue
+            marks = {**pending.marks, "running": started, "done": time.monotonic_ns()}
+            done = wire.Done(
+                admit.request,
+                admit.attempt,
+                self._stage.origin,
+                answer.output_tokens,
+                answer.digests,
+                tuple(wire.Mark(step, at_ns) for step, at_ns in marks.items()),
+            )
+            self._over.add(admit.request, admit.attempt)
+            self._tell_owner(admit.owner, done)
+            log.info("done", request=admit.request.hex(), items=len(admit.spans), output_tokens=answer.output_tokens)
+
+    def _fail(self, request: bytes, attempt: int, pending: Pending, problem: Exception) -> None:
+        """Give an admitted request up, and tell its owner."""
+        assert pending.admit is not None
+        self._pending.pop((request, attempt), None)
+        self._over.add(request, attempt)
+        kind = type(problem).__name__ if isinstance(problem, FerryError) else "EngineError"
+        item = problem.index if isinstance(problem, BadItem) else -1
+        log.info("failed", request=request.hex(), kind=kind, problem=str(problem))
+        failure = wire.Failure(kind, str(problem)[:4096], self._stage.origin, item)
+        self._tell_owner(pending.admit.owner, wire.Failed(request, attempt, failure))
+
+    def _tell_owner(self, owner: wire.Origin, message: wire.Done | wire.Failed) -> None:
+        with suppress(PeerGone):
+            self._stage.peers.send(self._stage.peers.get(owner.stage, owner.rank, owner.epoch), message)
+
+
+def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> None:
+    """Raise BadItem or BadMessage unless every placeholder has exactly one row of embeddings."""
+    token_count = len(admit.token_ids) // 4
+    for span in admit.spans:
+        if span.offset + span.length > token_count:
+            raise BadMessage(f"placeholders {span.offset} to {span.offset + span.length} of {token_count} tokens")
+        first = next(iter(embeddings[span.item].values()), None)
+        rows = first.shape[0] if first is not None and first.shape else 0
+        if rows != span.length:
+            raise BadItem(span.item, f"{rows} rows of embeddings for {span.length} placeholders")
+    if extra := embeddings.keys() - {span.item for span in admit.spans}:
+        raise BadMessage(f"embeddings for items {sorted(extra)}, which have no placeholders")
+
+
+def splice(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> EngineRequest:
+    """A request as the engine takes it: items in the order of their spans."""
+    return EngineRequest(
+        admit.request,
+        np.frombuffer(admit.token_ids, "<i4"),
+        [(span.offset, span.length) for span in admit.spans],
+        [embeddings[span.item] for span in admit.spans],
+        admit.output_tokens,
+    )

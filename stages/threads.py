@@ -1,0 +1,30 @@
+"""Work off the event loop that is never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
+    """Run `work` in a thread; when the caller is cancelled, wait for the thread first.
+
+    A thread that writes into a leased range must be done with it before the lease's block ends, whatever
+    became of the task that started it: otherwise the range is lent again under the writer's hands.
+    """
+    future = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:  # asked again: still wait
+                continue
+        if not future.cancelled():
+            future.exception()  # retrieved: the caller's cancellation is what counts
+        raise

@@ -1,0 +1,435 @@
+"""Tokenizer workers, the request owners: requests in; tokens to schedulers, pixels to encoders; one outcome out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import (
+    BadItem,
+    BadMessage,
+    BadRequest,
+    FerryError,
+    PeerBusy,
+    PeerGone,
+    RequestError,
+)
+from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.publisher import Draft
+from tensorferry.pipeline.channels import FrontDoor
+from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
+from tensorferry.pipeline.lifecycle import Stop
+from tensorferry.pipeline.peers import Peer
+from tensorferry.pipeline.stage import PoolShare, Stage, opened
+from tensorferry.stages.assignment import assign
+from tensorferry.stages.processors.base import BadMedia, Plan, Processor
+from tensorferry.stages.processors.registry import make_processor
+from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.threads import run_to_end
+from tensorferry.stages.tombstones import Tombstones
+
+log = structlog.get_logger()
+
+RETRY_MS = 200  #: hint to clients that were told `busy`
+
+
+async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
+    """Run tokenizer worker `rank` until `stop` drains it."""
+    share = PoolShare(
+        tokenizer_pool_nbytes(deployment),
+        deployment.pool.slots,
+        deployment.pool.inline_below_kb << 10,
+        "pool.budget_mb",
+    )
+    processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
+    async with opened(deployment, "tokenizer", rank, share) as stage:
+        with (
+            closing(FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)) as door,
+            ThreadPoolExecutor(deployment.tokenizer.threads, "decode") as threads,
+        ):
+            tokenizer = Tokenizer(stage, door, threads, processor, text)
+            with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.tell_clients()):
+                await stage.peers.wait_ready()
+                stop.announce_ready()
+                await stop.wait_draining()
+                await tokenizer.drain()
+
+
+@dataclass(slots=True)
+class Request:
+    """A request this worker owns, until its outcome is sent."""
+
+    client: bytes
+    submit: wire.Submit
+    task: asyncio.Task[None]
+    reports: dict[int, wire.Done] = field(default_factory=dict)  #: by scheduler rank
+    waiting: set[int] = field(default_factory=set)  #: scheduler ranks that have not reported
+    told: list[Peer] = field(default_factory=list)  #: who knows of it and must hear of a cancel
+    failure: wire.Failure | None = None
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def cancel(self) -> None:
+        """Give it up. Not at once: a task cancelled before its first step would never run, nor answer."""
+        asyncio.get_running_loop().call_soon(self.task.cancel)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's tokens and items, as planned."""
+
+    token_ids: npt.NDArray[np.int32]
+    spans: Sequence[tuple[int, int]]
+    media: Sequence[Buffer]
+    plans: Sequence[Plan]
+
+
+class Tokenizer:
+    """See the module. `serve` is one request from acceptance to outcome."""
+
+    def __init__(
+        self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, text: TextEncoder
+    ) -> None:
+        self._stage, self._door, self._threads = stage, door, threads
+        self._processor, self._text = processor, text
+        self._limits = stage.deployment.limits
+        self._requests: dict[bytes, Request] = {}
+        self._over = Tombstones()
+        self._clients: set[bytes] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        stage.in_flight = lambda: len(self._requests)
+
+    # --- clients
+
+    async def serve_clients(self) -> None:
+        """Take what clients send, for ever."""
+        async for received in self._door:
+            match received.message:
+                case wire.Submit() as submit:
+                    self._accept(received.peer, submit, received.frames)
+                case wire.Cancel(request=request):
+                    owned = self._requests.get(request)
+                    if owned is not None and owned.client == received.peer:
+                        owned.cancel()
+                case wire.Hello():
+                    self._clients.add(received.peer)
+                    self._answer(received.peer, self._members())
+                case wire.Drained():
+                    self._clients.discard(received.peer)
+                case other:
+                    self._stage.refused(BadMessage(f"a client sent {type(other).__name__}"))
+
+    async def tell_clients(self) -> None:
+        """Tell clients of every change among the peers, for ever."""
+        while True:
+            await self._stage.peers.changed()
+            for client in list(self._clients):
+                self._answer(client, self._members())
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait for those that are owned."""
+        self._draining = True
+        self._stage.peers.tell(wire.Drain(self._stage.origin))
+        log.info("draining", in_flight=len(self._requests))
+        await self._idle.wait()
+
+    def _accept(self, client: bytes, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
+        owned = self._requests.get(submit.request)
+        if owned is not None and owned.submit.attempt >= submit.attempt:
+            self._stage.counters.count("submits_repeated")
+            return
+        if self._over.covers(submit.request, submit.attempt):
+            used = BadRequest("this request id was answered already: use a new id, or a higher attempt")
+            self._answer(client, wire.Failed(submit.request, submit.attempt, self._failure(used, 0.0)))
+            return
+        if owned is not None:
+            owned.cancel()  # an older attempt of the same client; the newer one is answered
+        reason = ""
+        if self._draining:
+            reason = "the deployment is draining"
+        elif len(self._requests) >= self._limits.in_flight_requests:
+            reason = f"{len(self._requests)} requests in flight (limits.in_flight_requests)"
+        elif not self._stage.peers.all_ready:
+            reason = "the deployment is not ready"
+        if reason:
+            self._stage.counters.count("requests_busy")
+            self._answer(client, wire.Busy(submit.request, submit.attempt, RETRY_MS, reason))
+            return
+        task = self._stage.tasks.create_task(self.serve(client, submit, frames), name=submit.request.hex())
+        self._requests[submit.request] = Request(client, submit, task)
+        self._idle.clear()
+
+    def _answer(self, client: bytes, message: wire.Message) -> None:
+        try:
+            self._door.send_nowait(client, message)
+        except (PeerGone, PeerBusy) as problem:
+            self._clients.discard(client)
+            self._stage.counters.count("answers_undeliverable")
+            log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))
+
+    def _members(self) -> wire.Members:
+        peers, origin = self._stage.peers, self._stage.origin
+        ready = peers.all_ready and not self._draining
+        state = "leaving" if self._draining else "ready" if ready else "waiting"
+        me = wire.Member("tokenizer", origin.rank, origin.epoch, state, self._stage.gauges())
+        return wire.Members(origin, ready, (me, *peers.members()))
+
+    # --- a request
+
+    async def serve(self, client: bytes, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
+        """Plan, process, send, wait; whatever happens, answer once and give everything back."""
+        marks = [wire.Mark("received", time.monotonic_ns())]
+        request = self._requests[submit.request]
+        timeout_s = min(submit.deadline_ms / 1000, self._limits.request_timeout_s)
+        with bound_contextvars(request=submit.request.hex()):
+            outcome: wire.Message
+            try:
+                async with asyncio.timeout(timeout_s):
+                    outcome = await self._serve(request, frames, marks, timeout_s)
+            except (FerryError, TimeoutError, asyncio.CancelledError) as problem:
+                outcome = wire.Failed(submit.request, submit.attempt, self._failure(problem, timeout_s))
+            except Exception as bug:
+                log.exception("request_crashed")
+                outcome = wire.Failed(submit.request, submit.attempt, self._failure(bug, timeout_s))
+            if not isinstance(outcome, wire.Result):
+                self._cancel(request)
+            self._over.add(submit.request, submit.attempt)
+            if self._requests.get(submit.request) is request:
+                del self._requests[submit.request]
+            if not self._requests:
+                self._idle.set()
+            self._answer(client, outcome)
+            self._log(outcome, marks[0].at_ns)
+
+    async def _serve(
+        self, request: Request, frames: Sequence[Buffer], marks: list[wire.Mark], timeout_s: float
+    ) -> wire.Message:
+        prompt = await run_to_end(self._threads, partial(self._plan, request.submit, frames))
+        with ExitStack() as leases:
+            drafts = [
+                leases.enter_context(self._stage.publisher.draft([(plan.dtype, plan.shape)])) for plan in prompt.plans
+            ]
+            hashes = await self._process(prompt, drafts)
+            marks.append(wire.Mark("processed", time.monotonic_ns()))
+            deadline_ns = marks[0].at_ns + int(timeout_s * 1e9)
+            owners = self._send(request, prompt, drafts, hashes, deadline_ns)
+        marks.append(wire.Mark("sent", time.monotonic_ns()))
+        await request.finished.wait()
+        if request.failure is not None:
+            return wire.Failed(request.submit.request, request.submit.attempt, request.failure)
+        first = request.reports[min(request.reports)]
+        digests = first.digests or (b"",) * len(drafts)
+        items = tuple(
+            wire.ItemReport(owner, plan.grid, plan.rows, draft.transport, draft.nbytes, digest)
+            for owner, plan, draft, digest in zip(owners, prompt.plans, drafts, digests, strict=True)
+        )
+        marks.append(wire.Mark("answered", time.monotonic_ns()))
+        return wire.Result(
+            request.submit.request,
+            request.submit.attempt,
+            len(prompt.token_ids),
+            first.output_tokens,
+            items,
+            (*marks[:-1], *first.marks, marks[-1]),
+        )
+
+    def _plan(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Prompt:
+        """From headers alone: the tokens, where the placeholders go, and every tensor's shape."""
+        parts: list[npt.NDArray[np.int32] | int] = []
+        media: list[Buffer] = []
+        plans: list[Plan] = []
+        for part in submit.parts:
+            match part:
+                case wire.TextPart(text=text):
+                    parts.append(self._text.encode(text))
+                case wire.TokensPart(ids=ids):
+                    parts.append(self._checked(ids))
+                case wire.ImagePart(frame=frame):
+                    index = len(plans)
+                    if index >= self._limits.request_items:
+                        raise BadRequest(f"more than {self._limits.request_items} items (limits.request_items)")
+                    if frame >= len(frames):
+                        raise BadItem(index, f"its bytes should be frame {frame}, but the message has {len(frames)}")
+                    if len(frames[frame]) > self._limits.item_mb << 20:
+                        raise BadItem(
+                            index, f"{len(frames[frame])} encoded bytes; limits.item_mb is {self._limits.item_mb}"
+                        )
+                    try:
+                        plan = self._processor.plan(frames[frame])
+                    except BadMedia as problem:
+                        raise BadItem(index, str(problem)) from None
+                    media.append(frames[frame])
+                    plans.append(plan)
+                    parts.append(plan.rows)
+        token_ids, spans = self._text.assemble(parts)
+        if len(token_ids) > self._limits.request_tokens:
+            raise BadRequest(f"{len(token_ids)} tokens; limits.request_tokens is {self._limits.request_tokens}")
+        pixels_nbytes = sum(plan.nbytes for plan in plans)
+        if pixels_nbytes > self._limits.request_mb << 20:
+            raise BadRequest(
+                f"pixel tensors of {pixels_nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}"
+            )
+        return Prompt(token_ids, spans, media, plans)
+
+    def _checked(self, ids: bytes) -> npt.NDArray[np.int32]:
+        if len(ids) % 4:
+            raise BadRequest(f"token ids of {len(ids)} bytes; int32 takes 4 each")
+        found = np.frombuffer(ids, "<i4").astype(np.int32, copy=False)
+        self._text.check_ids(found)
+        return found
+
+    async def _process(self, prompt: Prompt, drafts: Sequence[Draft]) -> list[bytes]:
+        """Decode every item into its draft, `threads` at a time; the content hashes. Raises BadItem."""
+
+        async def process(index: int) -> bytes:
+            plan, media, out = prompt.plans[index], prompt.media[index], drafts[index].views[0]
+            try:
+                return await run_to_end(self._threads, lambda: self._processor.write(media, plan, out))
+            except BadMedia as problem:
+                raise BadItem(index, str(problem)) from None
+
+        try:
+            async with asyncio.TaskGroup() as decoding:
+                tasks = [decoding.create_task(process(index)) for index in range(len(drafts))]
+        except* BadItem as group:
+            raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
+        return [task.result() for task in tasks]
+
+    def _send(
+        self,
+        request: Request,
+        prompt: Prompt,
+        drafts: Sequence[Draft],
+        hashes: Sequence[bytes],
+        deadline_ns: int,
+    ) -> list[int]:
+        """Tell the schedulers, and hand every item to the encoder rank that owns it: no await in here.
+
+        Returns the owner's rank of each item. Raises PeerBusy or PeerGone; what was not sent is taken back.
+        """
+        submit, origin = request.submit, self._stage.origin
+        schedulers = self._attention_group(submit.request)
+        encoders = self._stage.peers.usable("encoder")
+        if drafts and not encoders:
+            raise PeerGone("encoder", "no rank is ready")
+        owners = assign(submit.request, [plan.patches for plan in prompt.plans], max(1, len(encoders)))
+        ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
+        group = tuple(wire.Rank(peer.rank, peer.epoch) for peer in schedulers)
+        request.waiting = {peer.rank for peer in schedulers}
+        token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
+        spans = tuple(wire.Span(item, offset, length) for item, (offset, length) in enumerate(prompt.spans))
+        for peer in schedulers:
+            request.told.append(peer)
+            peer.outbox.send_nowait(
+                wire.Admit(
+                    submit.request,
+                    submit.attempt,
+                    peer.epoch,
+                    origin,
+                    group,
+                    token_bytes,
+                    spans,
+                    submit.output_tokens,
+                    deadline_ns,
+                )
+            )
+        for position in sorted(set(owners)):
+            peer = encoders[position]
+            owned = [index for index, owner in enumerate(owners) if owner == position]
+            frames: list[Buffer] = []
+            payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in owned}
+            items = tuple(
+                wire.Item(index, plan.modality, plan.grid, plan.patches, plan.rows, digest, payloads.get(index))
+                for index, (plan, digest) in enumerate(zip(prompt.plans, hashes, strict=True))
+            )
+            message = wire.Encode(submit.request, submit.attempt, peer.epoch, origin, ranks, group, items, deadline_ns)
+            request.told.append(peer)
+            try:
+                peer.outbox.send_nowait(message, frames)
+            except PeerBusy:
+                for index in owned:
+                    drafts[index].retract(peer.column)
+                raise
+        return [encoders[owner].rank for owner in owners]
+
+    def _attention_group(self, request: bytes) -> list[Peer]:
+        """The scheduler ranks that attend to this request together: one group of ranks, by request id."""
+        spec = self._stage.deployment.scheduler
+        size = spec.attention_tp_size
+        groups = spec.groups * spec.tp_size // size
+        first = int.from_bytes(request[:8], "big") % groups * size
+        usable = {peer.rank: peer for peer in self._stage.peers.usable("scheduler")}
+        missing = [rank for rank in range(first, first + size) if rank not in usable]
+        if missing:
+            raise PeerGone(f"scheduler-{missing[0]}", "is not ready")
+        return [usable[rank] for rank in range(first, first + size)]
+
+    def _cancel(self, request: Request) -> None:
+        """Tell everybody who knows of a request that it is over."""
+        for peer in request.told:
+            self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.submit.attempt))
+
+    def _failure(self, problem: BaseException, timeout_s: float) -> wire.Failure:
+        origin = self._stage.origin
+        match problem:
+            case BadItem(index=index):
+                return wire.Failure("BadItem", str(problem)[:4096], origin, index)
+            case TimeoutError():
+                return wire.Failure("DeadlineExceeded", f"not done within {timeout_s:g} s", origin, retryable=True)
+            case asyncio.CancelledError():
+                return wire.Failure("Cancelled", "cancelled by the client, or the deployment stopped", origin)
+            case FerryError():
+                retryable = not isinstance(problem, RequestError)
+                return wire.Failure(type(problem).__name__, str(problem)[:4096], origin, retryable=retryable)
+        return wire.Failure("InternalError", f"{type(problem).__name__}: {problem}"[:4096], origin)
+
+    def _log(self, outcome: wire.Message, received_ns: int) -> None:
+        ms = round((time.monotonic_ns() - received_ns) / 1e6, 1)
+        if isinstance(outcome, wire.Result):
+            self._stage.counters.count("requests_ok")
+            log.info("answered", items=len(outcome.items), prompt_tokens=outcome.prompt_tokens, ms=ms)
+        elif isinstance(outcome, wire.Failed):
+            self._stage.counters.count("requests_failed")
+            log.info("failed", kind=outcome.failure.kind, problem=outcome.failure.problem, ms=ms)
+
+    # --- peers
+
+    async def hear_peers(self) -> None:
+        """Take what encoders and schedulers report, for ever."""
+        async for received in self._stage.inbox:
+            match received.message:
+                case wire.Done() as done:
+                    request = self._owned(done.request, done.attempt)
+                    if request is not None and done.origin.rank in request.waiting:
+                        request.waiting.discard(done.origin.rank)
+                        request.reports[done.origin.rank] = done
+                        if not request.waiting:
+                            request.finished.set()
+                case wire.Failed() as failed:
+                    request = self._owned(failed.request, failed.attempt)
+                    if request is not None and request.failure is None:
+                        request.failure = failed.failure
+                        request.finished.set()
+                case message:
+                    if not self._stage.peers.hear(message):
+                        self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
+
+    def _owned(self, request: bytes, attempt: int) -> Request | None:
+        owned = self._requests.get(request)
+        if owned is None or owned.submit.attempt != attempt:
+            self._stage.counters.count("reports_late")
+            return None
+        return owned

@@ -1,0 +1,250 @@
+"""What all tests share: nothing may be left behind, every wait has a deadline, and peers are real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing.resource_tracker
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import psutil
+import pytest
+from hypothesis import settings
+
+TESTS = Path(__file__).parent
+DEADLINE_S = 20.0  #: for anything one process waits for from another
+
+# Two runs of the same tree test the same examples, and a slow machine is no failure.
+settings.register_profile("tensorferry", deadline=None, derandomize=True, database=None)
+settings.load_profile("tensorferry")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "leaves(reason): this test is allowed to leave something behind, and why")
+
+
+# --- nothing is left behind ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this process has that outlives a function: descriptors, mapped memfds, children."""
+
+    descriptors: Counter[str]
+    memfds: Counter[str]
+    children: Counter[str]
+
+    @classmethod
+    def now(cls) -> Self:
+        tracker = multiprocessing.resource_tracker._resource_tracker  # type: ignore[attr-defined]
+        descriptors: Counter[str] = Counter()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the listing's own
+                if int(name) != tracker._fd:
+                    descriptors[os.readlink(f"/proc/self/fd/{name}")] += 1
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        memfds = Counter(line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line)
+        children = psutil.Process().children(recursive=True)
+        return cls(descriptors, memfds, Counter(f"process {c.pid}" for c in children if c.pid != tracker._pid))
+
+    def gained_since(self, before: Belongings) -> list[str]:
+        """What is here now and was not then."""
+        return [
+            *(f"descriptor {name}" for name in self.descriptors - before.descriptors),
+            *(f"mapping {name}" for name in self.memfds - before.memfds),
+            *(self.children - before.children),
+        ]
+
+
+def left_since(before: Belongings, patience_s: float = 2.0) -> list[str]:
+    """What is left, after the garbage is collected and threads that are just closing something had their time."""
+    until = time.monotonic() + patience_s
+    while (left := Belongings.now().gained_since(before)) and time.monotonic() < until:
+        gc.collect()
+        threading.Event().wait(0.02)
+    return left
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: pytest.TestReport = yield  # type: ignore[misc,assignment]
+    item.stash.setdefault(FAILED, []).append(report.failed)
+    return report  # type: ignore[return-value]
+
+
+FAILED = pytest.StashKey[list[bool]]()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No descriptor, memfd mapping or child process outlives a test that passed.
+
+    (The traceback of one that failed keeps everything alive that its frames hold.) Mark a test
+    `leaves("why")` to be excused.
+    """
+    before = Belongings.now()
+    yield
+    if request.node.get_closest_marker("leaves") or any(request.node.stash.get(FAILED, [])):
+        return
+    if left := left_since(before):
+        pytest.fail(f"left behind: {', '.join(left)}", pytrace=False)
+
+
+@pytest.fixture
+def belongings() -> Callable[[], Belongings]:
+    """The check itself, for tests that want it in the middle, or that test it."""
+    return Belongings.now
+
+
+@pytest.fixture
+def left() -> Callable[[Belongings], list[str]]:
+    return left_since
+
+
+@pytest.fixture
+def allocates_under() -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """`with allocates_under(nbytes):` fails when the block allocates more than that, even if it frees it again.
+
+    Counts what Python and numpy ask for, touched or not: a lie about a size must be found before that.
+    """
+
+    @contextlib.contextmanager
+    def under(nbytes: int) -> Iterator[None]:
+        tracemalloc.start()
+        try:
+            start, _ = tracemalloc.get_traced_memory()
+            yield
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak - start < nbytes, f"allocated {peak - start} bytes; {nbytes} are allowed"
+
+    return under
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    """`until(condition)` waits for what another process or thread does, at most `DEADLINE_S`."""
+
+    def wait(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert time.monotonic() < end, f"not within {deadline_s} s"
+            threading.Event().wait(0.005)
+
+    return wait
+
+
+# --- peers ------------------------------------------------------------------------------------------------------
+
+
+class PeerError(Exception):
+    """What a peer's command raised: `kind` is the class name."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+class Peer:
+    """Another process running `programs/peer.py`; `ask` runs one of its commands. Dies with the block."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(DEADLINE_S)
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-W", "error", str(TESTS / "programs" / "peer.py"), str(number)]
+            self._process = subprocess.Popen(command, pass_fds=[number])
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def ask(self, command: str, *arguments: Any, fds: Sequence[int] = ()) -> Any:
+        """Run a command there; its descriptors, if it gives any, come as `self.fds`. Raises PeerError."""
+        self.send(command, *arguments, fds=fds)
+        return self.answer()
+
+    def send(self, command: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self._socket, [msgspec.msgpack.encode((command, arguments))], list(fds))
+
+    def answer(self) -> Any:
+        data, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 16, socket.MSG_CMSG_CLOEXEC)
+        assert data, f"peer {self.pid} is gone ({self._process.poll()})"
+        outcome, value = msgspec.msgpack.decode(data)
+        self.fds = fds
+        if outcome != "ok":
+            raise PeerError(outcome, value)
+        return value
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def wait(self) -> int:
+        return self._process.wait(DEADLINE_S)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait(DEADLINE_S)
+        self._socket.close()
+
+
+@pytest.fixture
+def start_peer() -> Iterator[Callable[[], Peer]]:
+    """Starts processes of this test's own."""
+    with contextlib.ExitStack() as peers:
+        yield lambda: peers.enter_context(Peer())
+
+
+@pytest.fixture(scope="module")
+def _peer() -> Iterator[Peer]:
+    with Peer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def peer(_peer: Peer) -> Iterator[Peer]:
+    """A process that the tests of a module share; it must be as it was when a test ends."""
+    before = _peer.ask("belongings")
+    yield _peer
+    _peer.ask("reset")
+    assert _peer.ask("belongings") == before, "the peer has something left"
+
+
+@pytest.fixture
+def refused() -> Callable[..., contextlib.AbstractContextManager[Any]]:
+    """`with refused("BadTensor", "reaches past"):` expects a peer's command to raise that."""
+
+    def expect(kind: str, text: str = "") -> contextlib.AbstractContextManager[Any]:
+        return pytest.raises(PeerError, match=f"^{kind}: .*{text}")
+
+    return expect

@@ -1,0 +1,165 @@
+"""Writes messages.json: what every message looks like on the wire, for implementations in other languages.
+
+`python tests/vectors/make.py` after a change of the protocol; a test fails while the file is out of date. The
+bytes come from the codec, and the tests decode them and compare with the fields beside them, which are what a
+reader of `docs/protocol.md` would expect. Numbers go up to 2^63-1: read them as 64-bit integers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.frames import encode
+
+FILE = Path(__file__).with_name("messages.json")
+
+REQUEST = bytes(range(16))
+CONTENT = bytes(range(240, 256))
+LARGEST = (1 << 63) - 1
+
+TOKENIZER = wire.Origin("tokenizer", 0, 0x1122334455667788)
+ENCODER = wire.Origin("encoder", 2, 0x0102030405060708)
+SCHEDULER = wire.Origin("scheduler", 1, LARGEST)
+CLIENT = wire.Origin("client", 0, 1)
+
+PROXY = wire.Proxy(0x7ABBCCDDEEFF0011, 4095, LARGEST >> 32, 1 << 30, "float32", (1024, 1176), 1, 1)
+SHARED = wire.Proxy(0x7ABBCCDDEEFF0011, 0, 1, 0, "bfloat16", (), 2, 3)
+INLINE = wire.Inline(0, "uint8", (0, 3, 224, 224))
+MARK = wire.Mark("received", 1_000_000_000_000)
+
+MESSAGES: dict[str, wire.Message] = {
+    "hello": wire.Hello(1, TOKENIZER, "ipc:///run/user/1000/tensorferry/local/tokenizer-0", ("pool",)),
+    "hello, nothing offered": wire.Hello(1, CLIENT, "ipc:///run/client"),
+    "welcome": wire.Welcome(1, ENCODER, TOKENIZER.epoch, ("pool",)),
+    "welcome, refused": wire.Welcome(2, ENCODER, TOKENIZER.epoch, (), "protocol version 1; encoder speaks 2"),
+    "pool": wire.Pool(TOKENIZER, wire.PoolDescription(PROXY.pool, "host", 256 << 20, 4096), "/run/broker"),
+    "ready": wire.Ready(ENCODER, TOKENIZER.epoch),
+    "ready, inline only": wire.Ready(ENCODER, TOKENIZER.epoch, "a memfd with seals 0x0; 0x17 are needed"),
+    "heartbeat": wire.Heartbeat(SCHEDULER, 3, (wire.Gauge("queue_s", 0.25), wire.Gauge("waiting", -1.0))),
+    "heartbeat, no gauges": wire.Heartbeat(SCHEDULER, 0),
+    "members": wire.Members(
+        TOKENIZER,
+        False,
+        (wire.Member("encoder", 2, ENCODER.epoch, "ready"), wire.Member("scheduler", 0, 0, "waiting")),
+    ),
+    "chunks": wire.Chunks(PROXY.pool, (0, 1), (0, 64 << 20), 64 << 20),
+    "retired": wire.Retired(PROXY.pool, (1,)),
+    "released": wire.Released(ENCODER, PROXY.pool, 4095, LARGEST >> 32),
+    "drain": wire.Drain(ENCODER),
+    "drained": wire.Drained(ENCODER),
+    "submit": wire.Submit(
+        REQUEST,
+        0,
+        (wire.TextPart("Was ist das? 🛳"), wire.ImagePart(0), wire.TokensPart(b"\x01\0\0\0\xff\xff\xff\x7f")),
+        128,
+        30_000,
+    ),
+    "result": wire.Result(
+        REQUEST,
+        0,
+        264,
+        128,
+        (wire.ItemReport(2, (1, 32, 32), 256, "shm", 4_816_896, b"\xde\xad"),),
+        (MARK, wire.Mark("answered", LARGEST)),
+    ),
+    "failed": wire.Failed(REQUEST, 1, wire.Failure("BadItem", "item 3: no image", TOKENIZER, 3)),
+    "failed, worth a retry": wire.Failed(REQUEST, 1, wire.Failure("PeerGone", "encoder-2: died", ENCODER, -1, True)),
+    "busy": wire.Busy(REQUEST, 0, 200, "256 requests in flight (limits.in_flight_requests)"),
+    "cancel": wire.Cancel(REQUEST, 2),
+    "admit": wire.Admit(
+        REQUEST,
+        0,
+        SCHEDULER.epoch,
+        TOKENIZER,
+        (wire.Rank(1, SCHEDULER.epoch),),
+        b"\x01\0\0\0" * 3,
+        (wire.Span(0, 1, 2),),
+        128,
+        1_030_000_000_000,
+    ),
+    "admit, text only": wire.Admit(
+        REQUEST, 0, SCHEDULER.epoch, TOKENIZER, (wire.Rank(1, SCHEDULER.epoch),), b"\x01\0\0\0", (), 0, LARGEST
+    ),
+    "encode": wire.Encode(
+        REQUEST,
+        0,
+        ENCODER.epoch,
+        TOKENIZER,
+        (wire.Rank(0, 5), wire.Rank(2, ENCODER.epoch)),
+        (wire.Rank(1, SCHEDULER.epoch),),
+        (
+            wire.Item(0, "image", (1, 32, 32), 1024, 256, CONTENT, PROXY),
+            wire.Item(1, "image", (1, 2, 2), 4, 1, CONTENT, INLINE),
+            wire.Item(2, "video", (4, 32, 32), 4096, 1024, CONTENT, None),
+        ),
+        1_030_000_000_000,
+    ),
+    "embeddings": wire.Embeddings(
+        REQUEST,
+        0,
+        SCHEDULER.epoch,
+        ENCODER,
+        (wire.Embedding(0, 256, (wire.Output("last", SHARED), wire.Output("deepstack_0", INLINE))),),
+        (MARK,),
+    ),
+    "done": wire.Done(REQUEST, 0, SCHEDULER, 128, (b"", b"\xbe\xef"), (MARK,)),
+}
+
+#: Bytes that every implementation must refuse, and why.
+REFUSED: dict[str, bytes] = {
+    "nothing": b"",
+    "not an array": b"\x01",
+    "an empty array": b"\x90",
+    "a map": b"\x81\xa4type\x13",
+    "an unknown tag": b"\x91\x63",
+    "a tag that is text": b"\x92\xa5drain\x93\xa7encoder\x02\x01",
+    "a field too many": b"\x93\x13\x93\xa7encoder\x02\x01\xc0",
+    "a field too few": b"\x91\x13",
+    "a nested field too many": b"\x92\x13\x94\xa7encoder\x02\x01\x00",
+    "a negative rank": b"\x92\x13\x93\xa7encoder\xff\x01",
+    "epoch zero": b"\x92\x13\x93\xa7encoder\x02\x00",
+    "an epoch over 2^63-1": b"\x92\x13\x93\xa7encoder\x02\xcf\x80\0\0\0\0\0\0\0",
+    "a rank that is a float": b"\x92\x13\x93\xa7encoder\xcb\x40\0\0\0\0\0\0\0\x01",
+    "a rank that is true": b"\x92\x13\x93\xa7encoder\xc3\x01",
+    "a stage that is bytes": b"\x92\x13\x93\xc4\x07encoder\x02\x01",
+    "a stage that is not UTF-8": b"\x92\x13\x93\xa1\xff\x02\x01",
+    "a stage of no characters": b"\x92\x13\x93\xa0\x02\x01",
+    "a request id of 15 bytes": b"\x93\x22\xc4\x0f" + bytes(15) + b"\x00",
+    "cut off": b"\x92\x13\x93\xa7enc",
+    "something after the end": b"\x92\x13\x93\xa7encoder\x02\x01\xc0",
+    "an array said to have 2^32-1 elements": b"\x93\x11\x01\xdd\xff\xff\xff\xff",
+    "a pickle": b"\x80\x04cos\nsystem\n\x8c\x04true\x85R.",
+}
+
+
+def fields_of(value: Any) -> Any:
+    """A message as JSON: structs by field name with their type, bytes as hex."""
+    if isinstance(value, msgspec.Struct):
+        named = {name: fields_of(getattr(value, name)) for name in value.__struct_fields__}
+        return {"type": type(value).__name__, **named}
+    if isinstance(value, tuple):
+        return [fields_of(element) for element in value]
+    if isinstance(value, bytes):
+        return {"hex": value.hex()}
+    return value
+
+
+def render() -> str:
+    vectors = {
+        "protocol_version": wire.PROTOCOL_VERSION,
+        "messages": [
+            {"name": name, "hex": bytes(encode(message)[0]).hex(), "message": fields_of(message)}
+            for name, message in MESSAGES.items()
+        ],
+        "refused": [{"name": name, "hex": data.hex()} for name, data in REFUSED.items()],
+    }
+    return json.dumps(vectors, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(render(), encoding="utf-8")
