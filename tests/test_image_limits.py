@@ -239,6 +239,12 @@ def test_avif_is_measured_by_what_its_decoder_makes(sequence: bool):
         header(data, limits)
 
 
+def test_avif_that_would_be_blown_up_is_refused():
+    data = with_ispe(encoded(SMALL, "AVIF"), 16_000, 16_000)
+    with pytest.raises(BadMedia, match="16000x16000 is 256000000 pixels"):
+        header(data, LIMITS)
+
+
 def test_avif_items_are_all_measured():
     """Here the alpha plane is the large one."""
     data = encoded(Image.new("RGBA", (64, 64), (1, 2, 3, 100)), "AVIF", speed=10)
@@ -264,6 +270,15 @@ def test_avif_at_the_limit_is_accepted(size: tuple[int, int], subsampling: str):
     if pixels > 1:
         with pytest.raises(BadMedia, match="the limit is"):
             header(data, LimitsSpec(item_pixels=pixels - 1))
+
+
+def test_two_readings_of_a_size_must_agree():
+    """A height of 0xFE000000 is -2^25 for Windows, but Pillow takes only 0xFF in front for a sign."""
+    data = patched(encoded(SMALL, "BMP"), 18, struct.pack("<LL", 1, 0xFE00_0000))
+    with pytest.raises(BadMedia, match="1x4261412864 is 4261412864 pixels"):
+        header(data, LIMITS)
+    with pytest.raises(BadMedia, match=r"one finds \(1, 33554432\), one \(1, 4261412864\)"):
+        header(data, LimitsSpec(item_pixels=1 << 40))
 
 
 # --- limits -------------------------------------------------------------------------------------------------

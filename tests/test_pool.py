@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -419,37 +420,37 @@ def test_b31_a_lie_about_the_lease_frees_nothing(pool: Pool, peer: Peer, refused
 def strange_attachments(pool: Pool) -> Iterator[tuple[str, Callable[[], tuple[Attachment, list[int]]]]]:
     """What a consumer might answer, none of it right."""
 
-    def answered(
-        slots: int = 8, place: int | None = None, drop: bool = False, more: int = 0, **changes: int
-    ) -> tuple[Attachment, list[int]]:
+    def answered(**changes: int) -> tuple[Attachment, list[int]]:
         with Reader() as reader:
-            export, fds = pool.export()
-            described = msgspec.structs.replace(export.description, slots=slots)
-            if slots != 8:  # a control page of that many slots, so that the reader believes it
-                with Pool.create(MIB, slots) as other:
-                    export, theirs = other.export()
-                    fds, theirs = theirs, fds
-                for fd in theirs:
-                    os.close(fd)
-                attachment, fds = reader.attach(export, fds)
-                attachment = Attachment(described.pool, attachment.consumer)
-            else:
-                attachment, fds = reader.attach(export, fds)
-            if place is not None:
-                os.close(fds.pop(place))
-                if not drop:
-                    fds.insert(place, os.open(os.devnull, os.O_RDWR))
-            fds.extend(os.dup(fds[0]) for _ in range(more))
-            return msgspec.structs.replace(attachment, **changes), fds
+            attachment, fds = reader.attach(*pool.export())
+        return msgspec.structs.replace(attachment, **changes), fds
 
-    yield "no page", lambda: answered(place=0, drop=True)
-    yield "no process", lambda: answered(place=1, drop=True)
-    yield "one more", lambda: answered(more=1)
-    yield "the page is a device", lambda: answered(place=0)
-    yield "the process is a device", lambda: answered(place=1)
-    yield "a page of another size and pool", lambda: answered(slots=9)
-    yield "another pool", lambda: answered(pool=77)
-    yield "another consumer", lambda: answered(consumer=78)
+    def without(place: int) -> tuple[Attachment, list[int]]:
+        attachment, fds = answered()
+        os.close(fds.pop(place))
+        return attachment, fds
+
+    def with_null(place: int) -> tuple[Attachment, list[int]]:
+        attachment, fds = without(place)
+        return attachment, [*fds[:place], os.open(os.devnull, os.O_RDWR), *fds[place:]]
+
+    def with_more() -> tuple[Attachment, list[int]]:
+        attachment, fds = answered()
+        return attachment, [*fds, os.dup(fds[0])]
+
+    def of_another_pool(slots: int) -> tuple[Attachment, list[int]]:
+        with Pool.create(MIB, slots) as other, Reader() as reader:
+            attachment, fds = reader.attach(*other.export())
+        return Attachment(pool.description.pool, attachment.consumer), fds
+
+    for place, what in enumerate(["page", "process"]):
+        yield f"no {what}", partial(without, place)
+        yield f"the {what} is a device", partial(with_null, place)
+    yield "one descriptor more", with_more
+    yield "a page of another pool", partial(of_another_pool, 8)
+    yield "a page of another size", partial(of_another_pool, 9)
+    yield "another pool", partial(answered, pool=77)
+    yield "another consumer", partial(answered, consumer=78)
 
 
 def test_a_strange_attachment_is_refused_with_everything_closed(

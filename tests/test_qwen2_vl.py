@@ -248,6 +248,10 @@ def test_largest_item_is_no_wild_guess():
     # Small budgets: a strip of 200:1 cannot be narrower than a token, so it is what counts.
     small = processor(min_pixels=784, max_pixels=3136)
     assert small.rows_for(20_000, 100) * 4 * 1176 * 4 == small.largest_item_nbytes()
+    assert small.rows_for(100, 20_000) * 4 * 1176 * 4 == small.largest_item_nbytes()
+    # Enlarged to just one number of pixels: both sides are rounded up, 84.1 to 112 and 11,933 to 11,956.
+    exact = processor(min_pixels=1003520, max_pixels=1003520)
+    assert exact.rows_for(42, 5960) * 4 * 1176 * 4 == exact.largest_item_nbytes() > 1.3 * 1003520 * 24
 
 
 @given(rows=st.integers(1, 1280), aspect=st.floats(0.01, 100))
@@ -329,6 +333,7 @@ def test_whatever_changes_the_tensor_changes_the_hash():
             (processor(temporal_patch_size=1), data),
             (processor(patch_size=28, merge_size=1), data),
             (processor(patch_size=7, merge_size=4), data),
+            (processor(patch_size=7), data),
         ]
     ]
     assert len(set(hashes)) == len(hashes)

@@ -136,6 +136,17 @@ def test_steps_are_in_order_and_count_from_the_send_and_from_the_step_before() -
     assert list(steps.items()) == [("received", (1, 1)), ("encoded", (7, 6)), ("answered", (8, 1))]
 
 
+def test_requests_that_skip_steps_do_not_upset_the_order() -> None:
+    """One with images takes 90 ms to be encoded; three of text alone are answered at 5 ms."""
+    trace, preparation, replay = a_run()
+    for outcome in replay.outcomes[:3]:
+        outcome.status, outcome.marks = "ok", marks(("received", 2), ("answered", 5))
+    replay.outcomes[3].status = "ok"
+    replay.outcomes[3].marks = marks(("received", 152), ("encoded", 240), ("answered", 250))
+    steps = summarise(trace, preparation, replay, setup()).steps
+    assert [(step.step, step.requests) for step in steps] == [("received", 4), ("encoded", 1), ("answered", 4)]
+
+
 def test_quantiles_are_values_that_occurred() -> None:
     q = quantiles(value * MS for value in range(1, 101))
     assert q is not None
@@ -301,9 +312,14 @@ def test_what_a_trace_says_is_never_markup() -> None:
 
 
 def test_a_run_that_ended_early_says_why() -> None:
-    said = printed(summary_of(error="encoder-1 was killed"))
+    trace, preparation, replay = a_run()
+    replay.interrupted = False
+    said = printed(summarise(trace, preparation, replay, setup(), error="encoder-1 was killed"))
     assert "the deployment failed: encoder-1 was killed" in said
     assert "1 x deployment_failed (line 8: encoder-1 was killed)" in said
+    assert "interrupted" not in said
+    replay.interrupted = True  # and the deployment failed when it was to stop
+    assert "1 x interrupted (line 8)" in printed(summarise(trace, preparation, replay, setup(), error="not drained"))
 
 
 # --- progress ----------------------------------------------------------------------------------------------------

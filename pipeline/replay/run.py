@@ -142,8 +142,7 @@ class Replay:
             self._pacer.cancel()
 
     def abandon(self, client: Submitter | None, reason: str = "cancelled", problem: str = "") -> None:
-        """Stop, and wait for nothing: what has no outcome yet has failed."""
-        self.stop()
+        """Wait for nothing more: what was sent and has no outcome yet has failed."""
         for request in list(self._waiting):
             if client is not None:
                 client.cancel(request)

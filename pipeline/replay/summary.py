@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median_low
 
 import msgspec
 
@@ -78,7 +77,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Requests a second. None where fewer than two requests, or no time, make no rate."""
+    """Requests a second. None where fewer than two requests, or too little time, make no rate."""
 
     scheduled: float | None  #: recorded rate x speed
     sent: float | None
@@ -153,8 +152,8 @@ class Setup(msgspec.Struct, frozen=True):
 
 def drops_of(trace: Trace, preparation: Preparation, replay: Replay, error: str = "") -> list[Drop]:
     """Every row that was read and not sent, in the order of the file."""
-    reason = "deployment_failed" if error else "interrupted"
-    unsent = [Drop(prepared.request.line, reason, error) for prepared in replay.unsent]
+    reason, problem = ("interrupted", "") if replay.interrupted else ("deployment_failed", error)
+    unsent = [Drop(prepared.request.line, reason, problem) for prepared in replay.unsent]
     return sorted([*trace.drops, *preparation.drops, *unsent], key=lambda drop: drop.line)
 
 
@@ -195,7 +194,7 @@ def summarise(
             concurrency=setup.concurrency,
             limit=setup.limit,
             duration_s=end_ns / NS,
-            interrupted=replay.interrupted and not error,
+            interrupted=replay.interrupted,
             degraded=lateness is not None and lateness.p99 > DEGRADED_LATENESS_MS,
             error=error,
         ),
@@ -242,9 +241,9 @@ def quantiles(values_ns: Iterable[int]) -> Quantiles | None:
 
 
 def _rate(times_ns: Sequence[int]) -> float | None:
-    """Intervals a second between the first and the last of these times."""
+    """Intervals a second between the first and the last of these times; None under a millisecond of them."""
     span_ns = max(times_ns) - min(times_ns) if times_ns else 0
-    return (len(times_ns) - 1) * NS / span_ns if span_ns else None
+    return (len(times_ns) - 1) * NS / span_ns if span_ns >= NS // 1000 else None
 
 
 def _reasons(cases: Iterable[tuple[str, int, str]]) -> list[Reason]:
@@ -288,19 +287,29 @@ def reached(marks: Iterable[Mark]) -> dict[str, int]:
 
 
 def _steps(ok: Sequence[Outcome], start_ns: int) -> list[Step]:
-    """Steps in the order of their median time after the send."""
+    """Steps in the order of the requests that take the most of them: their times alone would not do, since those
+    without images skip some and are fast."""
     since_sent: defaultdict[str, list[int]] = defaultdict(list)
     since_previous: defaultdict[str, list[int]] = defaultdict(list)
+    orders: Counter[tuple[str, ...]] = Counter()
     for outcome in ok:
         sent_ns = previous_ns = start_ns + outcome.sent_ns
-        for step, at_ns in reached(outcome.marks).items():
+        steps = reached(outcome.marks)
+        orders[tuple(steps)] += 1
+        for step, at_ns in steps.items():
             since_sent[step].append(at_ns - sent_ns)
             since_previous[step].append(at_ns - previous_ns)
             previous_ns = at_ns
-    steps = []
-    for step in sorted(since_sent, key=lambda name: median_low(since_sent[name])):
-        total, part = quantiles(since_sent[step]), quantiles(since_previous[step])
-        assert total is not None
-        assert part is not None
-        steps.append(Step(step, len(since_sent[step]), total, part))
-    return steps
+    fullest = sorted(orders, key=lambda order: (len(order), orders[order]), reverse=True)
+    in_order = dict.fromkeys(step for order in fullest for step in order)
+    return [
+        Step(step, len(since_sent[step]), *map(_quantiles, (since_sent[step], since_previous[step])))
+        for step in in_order
+    ]
+
+
+def _quantiles(values_ns: Iterable[int]) -> Quantiles:
+    """Of at least one value."""
+    found = quantiles(values_ns)
+    assert found is not None
+    return found

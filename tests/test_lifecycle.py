@@ -1,0 +1,280 @@
+"""How our processes stop, and what their exit status says: each in a real process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
+
+PROGRAM = Path(__file__).parent / "programs" / "life.py"
+DEADLINE_S = 20.0
+
+
+class Life:
+    """A process of `life.py`."""
+
+    def __init__(self, behaviour: str, tether: Tether | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(PROGRAM), behaviour],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | ({TETHER_VARIABLE: str(tether)} if tether else {}),
+            pass_fds=[tether.lifeline, tether.status] if tether else [],
+            process_group=0,
+        )
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def heard(self, line: str) -> None:
+        """Wait until it prints this line."""
+        assert self.process.stdout is not None
+        while (said := self.process.stdout.readline()) != f"{line}\n":
+            assert said, self.process.stderr and self.process.stderr.read()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def ends(self) -> tuple[int, str, str]:
+        """Exit status, and what more it said on stdout and stderr."""
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Life]]:
+    with ExitStack() as lives:
+
+        def begin(behaviour: str, tether: Tether | None = None) -> Life:
+            life = Life(behaviour, tether)
+            lives.callback(life.close)
+            return life
+
+        yield begin
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains(start: Callable[..., Life], number: signal.Signals) -> None:
+    life = start("drains")
+    life.heard("uvloop")
+    life.heard("ready")
+    life.signal(number)
+    status, out, _ = life.ends()
+    assert (status, "drained" in out) == (0, True)
+
+
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
+def test_the_second_signal_cancels(start: Callable[..., Life], first: signal.Signals, second: signal.Signals) -> None:
+    life = start("never_drains")
+    life.heard("ready")
+    life.signal(first)
+    life.heard("draining")
+    life.signal(second)
+    status, out, _ = life.ends()
+    assert (status, "cleaned up" in out) == (130, True)
+
+
+def test_before_it_is_ready_there_is_nothing_to_drain(start: Callable[..., Life]) -> None:
+    life = start("is_never_ready")
+    life.heard("starting")
+    life.signal(signal.SIGTERM)
+    status, out, _ = life.ends()
+    assert (status, "cleaned up" in out) == (0, True)
+
+
+def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Life]) -> None:
+    life = start("never_drains")
+    life.heard("ready")
+    life.signal(signal.SIGTERM)
+    status, out, _ = life.ends()
+    assert status == 1
+    assert "not drained within 0.5 s" in out
+    assert "cleaned up" in out
+
+
+@pytest.mark.parametrize("behaviour", ["is_stuck", "is_deaf"])
+def test_b20_a_process_that_cannot_be_cancelled_says_where_it_is_stuck(
+    start: Callable[..., Life], behaviour: str
+) -> None:
+    life = start(behaviour)
+    life.heard("ready")
+    life.signal(signal.SIGTERM)
+    status, _, err = life.ends()
+    assert status == 1
+    assert "Timeout (" in err
+    assert "most recent call first" in err
+
+
+def test_b20_a_thread_that_never_ends_keeps_no_process(start: Callable[..., Life]) -> None:
+    status, out, err = start("leaves_a_thread").ends()
+    assert (status, out) == (1, "done\n")
+    assert "Timeout (" in err
+
+
+def test_done_is_done(start: Callable[..., Life]) -> None:
+    assert start("returns").ends() == (0, "done\n", "")
+
+
+def test_what_a_user_can_be_told_is_one_line(start: Callable[..., Life]) -> None:
+    assert start("cannot_go_on").ends() == (1, "", "life-0: port 80 is taken\n")
+
+
+def test_several_of_them_are_told_once_each(start: Callable[..., Life]) -> None:
+    status, _, err = start("cannot_go_on_twice").ends()
+    assert status == 1
+    assert sorted(err.splitlines()) == ["life-0: another", "life-0: one"]
+
+
+def test_a_bug_keeps_its_traceback(start: Callable[..., Life]) -> None:
+    status, _, err = start("has_a_bug").ends()
+    assert status == 1
+    assert "Traceback" in err
+    assert err.endswith("ZeroDivisionError\nin life-0\n")
+
+
+# --- the tether ---------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """The supervisor's ends of a tether."""
+
+    def __init__(self, undo: ExitStack, supervisor: int) -> None:
+        reading, self._lifeline = os.pipe()
+        self.status, writing = os.pipe()
+        self.tether = Tether(supervisor, reading, writing, "digest")
+        self._open = [reading, writing, self.status, self._lifeline]
+        undo.callback(lambda: self.close(*self._open))
+
+    def close(self, *fds: int) -> None:
+        for fd in fds:
+            self._open.remove(fd)
+            os.close(fd)
+
+    def cut(self) -> None:
+        self.close(self._lifeline)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with ExitStack() as undo:
+        yield Ends(undo, os.getpid())
+
+
+@pytest.fixture
+def ends_of_the_dead() -> Iterator[Ends]:
+    with ExitStack() as undo, subprocess.Popen(["true"]) as dead:
+        dead.wait(DEADLINE_S)
+        yield Ends(undo, dead.pid)
+
+
+def test_readiness_is_told_once(start: Callable[..., Life], ends: Ends) -> None:
+    life = start("drains", ends.tether)
+    life.heard("ready")
+    ends.close(ends.tether.status)
+    assert os.read(ends.status, 64) == b"ready\n"
+    assert os.read(ends.status, 64) == b""
+
+
+def test_a_cut_lifeline_cancels(start: Callable[..., Life], ends: Ends) -> None:
+    life = start("never_drains", ends.tether)
+    life.heard("ready")
+    ends.cut()
+    status, out, _ = life.ends()
+    assert (status, "cleaned up" in out) == (130, True)
+
+
+def test_b45_an_orphan_cleans_up_and_goes_with_all_it_has_started(
+    start: Callable[..., Life], ends_of_the_dead: Ends
+) -> None:
+    life = start("never_drains", ends_of_the_dead.tether)
+    life.heard("ready")
+    relative = subprocess.Popen(["sleep", "1000"], process_group=life.process.pid)
+    try:
+        ends_of_the_dead.cut()
+        status, out, _ = life.ends()
+        assert (status, "cleaned up" in out) == (-signal.SIGKILL, True)
+        assert relative.wait(DEADLINE_S) == -signal.SIGKILL
+    finally:
+        relative.kill()
+        relative.wait()
+
+
+def test_b45_a_blocked_loop_makes_no_orphan(start: Callable[..., Life], ends: Ends) -> None:
+    life = start("blocks_its_loop", ends.tether)
+    life.heard("ready")
+    ends.cut()
+    assert life.ends()[0] == -signal.SIGKILL
+
+
+def test_children_inherit_nothing_of_the_tether(start: Callable[..., Life], ends: Ends) -> None:
+    status, out, _ = start("has_a_child", ends.tether).ends()
+    assert (status, out.strip()) == (0, "[0, 1, 2, 3] False")  # 3: of the listing itself
+
+
+@pytest.mark.parametrize("text", ["", "1:2", "a:b:c:d", "1:998:999:digest"])
+def test_a_tether_that_does_not_hold_is_an_error(text: str) -> None:
+    environ = {TETHER_VARIABLE: text}
+    with pytest.raises(DeploymentError, match="is not from a supervisor"):
+        Tether.taken_from(environ)
+    assert environ == {}
+
+
+def test_without_a_supervisor_there_is_no_tether() -> None:
+    assert Tether.taken_from({}) is None
+
+
+def holding(tether: Tether) -> Sequence[str]:
+    """A process that holds on to its tether and then looks at nothing any more."""
+    code = "import os, signal; from tensorferry.pipeline.lifecycle import Tether; "
+    code += "Tether.taken_from(os.environ).hold(); print('held', flush=True); signal.pause()"
+    return [sys.executable, "-c", code]
+
+
+def test_b45_one_that_is_still_starting_dies_with_its_parent(ends: Ends) -> None:
+    starter = (
+        "import os, subprocess, sys; "
+        "tether = os.environ['TENSORFERRY_TETHER'].split(':'); tether[0] = str(os.getpid()); "
+        "os.environ['TENSORFERRY_TETHER'] = ':'.join(tether); "
+        "child = subprocess.Popen(sys.argv[1:], close_fds=False); print(child.pid, flush=True); child.wait()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", starter, *holding(ends.tether)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {TETHER_VARIABLE: str(ends.tether)},
+        pass_fds=[ends.tether.lifeline, ends.tether.status],
+    )
+    assert parent.stdout is not None
+    pidfd = os.pidfd_open(int(parent.stdout.readline()))
+    try:
+        assert parent.stdout.readline() == "held\n"
+        parent.kill()
+        parent.communicate()
+        assert select.select([pidfd], [], [], DEADLINE_S)[0]
+    finally:
+        os.close(pidfd)
+
+
+def test_b45_one_that_starts_after_its_parent_has_died_does_not_start(ends_of_the_dead: Ends) -> None:
+    tether = ends_of_the_dead.tether
+    ends_of_the_dead.cut()
+    orphan = subprocess.run(
+        holding(tether),
+        stdout=subprocess.PIPE,
+        env=os.environ | {TETHER_VARIABLE: str(tether)},
+        pass_fds=[tether.lifeline, tether.status],
+        timeout=DEADLINE_S,
+    )
+    assert (orphan.returncode, orphan.stdout) == (-signal.SIGTERM, b"")
