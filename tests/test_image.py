@@ -15,7 +15,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.stages.processors import image as image_module
 from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.headers.container import Container
 from tensorferry.stages.processors.image import ImageHeader, header, upright_rgb
 
 ROOT = Path(__file__).parent.parent
@@ -188,6 +190,14 @@ def test_orientation_that_stands_elsewhere_is_found(kind: str, options: dict[str
     assert header(encoded(banded(), kind, **options), LIMITS).height == 24
 
 
+def test_picture_that_pillow_turns_by_itself_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """As it does with a TIFF while decoding, were the orientation not taken out of it."""
+    data = encoded(banded(), "TIFF", tiffinfo={700: XMP})
+    monkeypatch.setattr(image_module, "read_container", lambda data: Container("TIFF", data, (24, 16)))
+    with pytest.raises(BadMedia, match="the picture is 16x24, its header says 24x16"):
+        upright_rgb(data, LIMITS)
+
+
 def test_exif_that_says_upright_outweighs_xmp():
     assert header(encoded(banded(), "JPEG", exif=exif(1), xmp=XMP), LIMITS).height == 16
 
@@ -299,7 +309,10 @@ MODES: dict[str, tuple[bytes, list[tuple[int, int, int]]]] = {
     "tiff 32 bits that hold 16": (encoded(image("I", [0, 25700, 65535]), "TIFF"), gray([0, 100, 255])),
     "tiff RGBA": (encoded(image("RGBA", [(*RED, 255), (*RED, 0)]), "TIFF"), [RED, WHITE]),
     "tiff CMYK": (encoded(image("CMYK", CMYK_OF_RGB), "TIFF"), [RED, GREEN, WHITE, BLACK]),
-    "tiff YCbCr": (encoded(image("YCbCr", [(255, 128, 128), (0, 128, 128)]), "TIFF"), [WHITE, BLACK]),
+    "tiff YCbCr": (
+        encoded(image("YCbCr", [(255, 128, 128), (0, 128, 128)]), "TIFF", compression="tiff_lzw"),
+        [WHITE, BLACK],
+    ),
     "tiff big": (encoded(image("RGB", [RED, BLUE]), "TIFF", big_tiff=True), [RED, BLUE]),
     "gif": (encoded(image("P", [0, 1], [*RED, *BLUE]), "GIF"), [RED, BLUE]),
     "gif, one clear": (encoded(image("P", [0, 1], [*RED, *BLUE]), "GIF", transparency=1), [RED, WHITE]),

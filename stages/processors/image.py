@@ -41,9 +41,9 @@ from PIL import (
 
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.container import UPRIGHT, Container
-from tensorferry.stages.processors.exif import exif_orientation
-from tensorferry.stages.processors.formats import read_container
+from tensorferry.stages.processors.headers.container import UPRIGHT, Container
+from tensorferry.stages.processors.headers.exif import exif_orientation
+from tensorferry.stages.processors.headers.formats import read_container
 
 # Set once, before any thread decodes; the limit that holds is LimitsSpec.item_pixels.
 Image.MAX_IMAGE_PIXELS = None

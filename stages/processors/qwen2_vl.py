@@ -1,7 +1,8 @@
 """Images as Qwen2-VL sees them: resized to whole patches, normalised, cut into patches in merge order.
 
-Equal, bit for bit in float32, to transformers 5.24's Qwen2VLImageProcessorPil for every image that both accept
-(orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule, constants and order.
+Equal, bit for bit in float32 and over the same Pillow, to transformers 5.24's Qwen2VLImageProcessorPil for every
+image that both accept (orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule,
+constants and order.
 """
 
 from __future__ import annotations

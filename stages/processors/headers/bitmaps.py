@@ -5,8 +5,8 @@ from __future__ import annotations
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.exif import exif_orientation
+from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
+from tensorferry.stages.processors.headers.exif import exif_orientation
 
 #: Blocks before the first picture of a GIF, and chunks of a WebP; Pillow walks a GIF's one by one, in Python.
 MAX_BLOCKS = 1 << 16

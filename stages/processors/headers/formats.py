@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import struct
 
-from tensorferry.stages.processors.avif import read_avif
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.bitmaps import read_bmp, read_gif, read_webp
-from tensorferry.stages.processors.container import Container
-from tensorferry.stages.processors.jpeg import read_jpeg
-from tensorferry.stages.processors.png import read_png
-from tensorferry.stages.processors.tiff import read_tiff
+from tensorferry.stages.processors.headers.avif import read_avif
+from tensorferry.stages.processors.headers.bitmaps import read_bmp, read_gif, read_webp
+from tensorferry.stages.processors.headers.container import Container
+from tensorferry.stages.processors.headers.jpeg import read_jpeg
+from tensorferry.stages.processors.headers.png import read_png
+from tensorferry.stages.processors.headers.tiff import read_tiff
 
 #: How a file starts -> who reads it. Each reader takes a memoryview of the file, walks it in bounded time
 #: and memory, and raises BadMedia for what is broken or excessive in it.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from struct import unpack_from
 
-from tensorferry.stages.processors.av1 import coded_pixels
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.container import Container
+from tensorferry.stages.processors.headers.av1 import coded_pixels
+from tensorferry.stages.processors.headers.container import Container
 
 #: Boxes of a level, items of a file and extents of an item that may be walked over. A grid's tiles are items;
 #: the largest that anybody writes have some hundreds.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.exif import ORIENTATION, Directory, Field, read_directory
+from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
+from tensorferry.stages.processors.headers.exif import ORIENTATION, Directory, Field, read_directory
 
 #: Entries of a directory; cameras write a few dozen.
 MAX_FIELDS = 4096

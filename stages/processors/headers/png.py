@@ -7,8 +7,8 @@ import zlib
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.exif import exif_orientation
+from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
+from tensorferry.stages.processors.headers.exif import exif_orientation
 
 #: Chunks that may be walked over: enough for 64 MiB in pieces of 1 KiB.
 MAX_CHUNKS = 1 << 16

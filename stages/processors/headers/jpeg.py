@@ -6,8 +6,8 @@ import re
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.exif import exif_orientation
+from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
+from tensorferry.stages.processors.headers.exif import exif_orientation
 
 #: Markers that may be walked over; a photo has a few dozen, with a long ICC profile or extended XMP hundreds.
 MAX_MARKERS = 4096
