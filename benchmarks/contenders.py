@@ -8,6 +8,7 @@ from benchmarks.sides import Contender
 CONTENDERS: dict[str, Contender] = {
     "in place": ours.InPlace(),
     "copied in": ours.CopiedIn(),
+    "copied in, no supervisor": ours.CopiedInByLibrary(),
     "inline": ours.InlineFallback(),
     "send_pyobj, torch": rivals.SendPyobjTorch(),
     "send_pyobj, numpy": rivals.SendPyobjNumpy(),
@@ -20,3 +21,4 @@ CONTENDERS: dict[str, Contender] = {
     "torch queue": rivals.TorchQueue(),
     "torch queue, unsafe": rivals.TorchQueueUnsafe(),
 }
+OURS = frozenset(name for name, contender in CONTENDERS.items() if contender.__class__.__module__ == ours.__name__)

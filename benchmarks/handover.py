@@ -10,8 +10,10 @@ from benchmarks.pair import Pair, Round
 from benchmarks.results import Measurement, Outcome, Scale, Verdict, measurement, quantile, speedup
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+POOL_NBYTES = 256 * MIB  #: as in `configs/local.yaml`
 _SMALLEST_NBYTES = 4 * KIB  #: one row, one page
 
+_OURS = ("in place", "copied in", "copied in, no supervisor")
 _SAFE = ("send_pyobj, torch", "send_pyobj, numpy", "pickle 5", "msgpack frames", "torch queue")
 _DRIVEN_OTHERWISE = ("msgpack frames, zmq.asyncio", "msgpack frames, blocking")
 _UNSAFE = ("pickle 5, unsafe", "msgpack frames, unsafe", "torch queue, unsafe")
@@ -19,7 +21,7 @@ _UNSAFE = ("pickle 5, unsafe", "msgpack frames, unsafe", "torch queue, unsafe")
 
 def large(scale: Scale) -> Outcome:
     """8 MiB: an image of two megapixels, about."""
-    names = ("in place", "copied in", *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
+    names = (*_OURS, *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
     found = _one_at_a_time("8mib", "8 MiB, one in flight", scale, 8 * MIB, names, messages=6)
     return _judged(
         found,
@@ -30,7 +32,7 @@ def large(scale: Scale) -> Outcome:
 
 def huge(scale: Scale) -> Outcome:
     """36 MiB: beyond what allocators keep, so that a rival's every message is made of pages never touched before."""
-    names = ("in place", "copied in", *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
+    names = (*_OURS, *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
     found = _one_at_a_time("36mib", "36 MiB, one in flight", scale, 36 * MIB, names, messages=4)
     copied = found.of("copied in").details
     return _judged(
@@ -44,7 +46,7 @@ def huge(scale: Scale) -> Outcome:
 
 def small(scale: Scale) -> Outcome:
     """64 KiB: all fixed cost."""
-    names = ("in place", "copied in", "inline", *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
+    names = (*_OURS, "inline", *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
     found = _one_at_a_time("64kib", "64 KiB, one in flight", scale, 64 * KIB, names, messages=21)
     return _judged(
         found,
@@ -75,7 +77,7 @@ def written(scale: Scale) -> Outcome:
 def pipelined(scale: Scale) -> Outcome:
     """8 MiB, eight in flight: throughput."""
     window = 8
-    names = ("in place", "copied in", *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
+    names = (*_OURS, *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
     nbytes = max(_SMALLEST_NBYTES, scale.of(8 * MIB))
     messages = 4 * window
     rounds = _rounds(names, nbytes, scale, messages, window=window)
@@ -125,9 +127,13 @@ def _rounds(
     names: Sequence[str], nbytes: int, scale: Scale, messages: int, *, window: int = 1, full: bool = False
 ) -> dict[str, list[Round]]:
     """Every contender's turns: A B C, C B A, A B C and so on, after one that is not counted."""
+    names = [name for name in names if scale.contenders is None or name in scale.contenders]
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     with ExitStack() as undo:
-        pairs = [undo.enter_context(Pair(name, nbytes, window=window, full=full)) for name in names]
+        pool_nbytes = scale.of(POOL_NBYTES)
+        pairs = [
+            undo.enter_context(Pair(name, nbytes, window=window, full=full, pool_nbytes=pool_nbytes)) for name in names
+        ]
         for pair in pairs:
             pair.round(max(messages, 2 * window))
         for number in range(scale.rounds):
@@ -137,11 +143,12 @@ def _rounds(
 
 
 def _details(turns: Sequence[Round], messages: int, nbytes: int) -> dict[str, float]:
-    """Page faults a message (the median over turns), CPU time, and for the unsafe what arrived wrong."""
+    """How long the producer's loop is held, page faults a message (both medians), CPU, and what arrived wrong."""
     cpu_ns = sum(turn.producer_cpu_ns + turn.consumer_cpu_ns for turn in turns)
     return {
         "producer_faults": quantile([turn.producer_faults / messages for turn in turns], 0.5),
         "consumer_faults": quantile([turn.consumer_faults / messages for turn in turns], 0.5),
+        "held_ms": quantile([held for turn in turns for held in turn.held_ns], 0.5) / 1e6,
         "cpu_s_per_gib": cpu_ns / 1e9 / (messages * len(turns) * nbytes / GIB),
         "wrong": float(sum(turn.wrong for turn in turns)),
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -15,7 +16,10 @@ from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.codecs.pool.pool import Attachment, Export, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
+from tensorferry.pipeline.broker import recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
+from tensorferry.pipeline.stage import RECYCLE_PERIOD_S
+from tensorferry.pipeline.supervisor import COPY_VARIABLES
 
 _REQUEST, _HASH = bytes(16), bytes(16)
 _ME, _PEER = wire.Origin("tokenizer", 0, 1), wire.Rank(0, 2)
@@ -25,6 +29,7 @@ class _Ours:
     """What the three have in common: the consumer, and how the two meet."""
 
     safe = True
+    environment: Mapping[str, str] = COPY_VARIABLES
 
     async def receive(self, setup: Setup, answer: Answer) -> None:
         with Reader() as reader, open_context() as context:
@@ -40,6 +45,7 @@ class _Ours:
                 assert payload is not None
                 with reader.open(payload, received.frames) as view:
                     answer(job.attempt, view.data)
+                del received, view
 
     @contextmanager
     def _opened(self, setup: Setup, pool: Pool | None) -> Iterator[tuple[Publisher, Outbox, int | None]]:
@@ -52,12 +58,13 @@ class _Ours:
             socket.send_fds(setup.line, [msgspec.msgpack.encode(export)], fds)
             data, theirs, _, _ = socket.recv_fds(setup.line, 1 << 16, 8, socket.MSG_CMSG_CLOEXEC)
             column = pool.admit(msgspec.msgpack.decode(data, type=Attachment), theirs)
-        with open_context() as context:
+        with open_context() as context, ExitStack() as undo:
             outbox = Outbox(context, setup.address, "consumer")
-            try:
-                yield Publisher(pool), outbox, column
-            finally:
-                outbox.close()
+            undo.callback(outbox.close)
+            if pool is not None:
+                recycler = asyncio.get_running_loop().create_task(recycle(pool, RECYCLE_PERIOD_S))
+                undo.callback(recycler.cancel)
+            yield Publisher(pool), outbox, column
 
 
 class InPlace(_Ours):
@@ -66,7 +73,7 @@ class InPlace(_Ours):
     @contextmanager
     def sender(self, setup: Setup) -> Iterator[Send]:
         layout = [("float32", setup.shape)]
-        with Pool.create(_pool_nbytes(setup)) as pool, self._opened(setup, pool) as (publisher, outbox, column):
+        with Pool.create(setup.pool_nbytes) as pool, self._opened(setup, pool) as (publisher, outbox, column):
 
             def send(number: int) -> None:
                 with publisher.draft(layout) as draft:
@@ -87,7 +94,7 @@ class CopiedIn(_Ours):
     def sender(self, setup: Setup) -> Iterator[Send]:
         source = setup.source()
         with ExitStack() as undo:
-            pool = undo.enter_context(Pool.create(_pool_nbytes(setup))) if self.pooled else None
+            pool = undo.enter_context(Pool.create(setup.pool_nbytes)) if self.pooled else None
             publisher, outbox, column = undo.enter_context(self._opened(setup, pool))
 
             def send(number: int) -> None:
@@ -100,6 +107,12 @@ class CopiedIn(_Ours):
             yield send
 
 
+class CopiedInByLibrary(CopiedIn):
+    """The same in a process that our supervisor has not started, so without its `COPY_VARIABLES`."""
+
+    environment: Mapping[str, str] = {}
+
+
 class InlineFallback(CopiedIn):
     """What the pool has no room for: a copy of the producer's tensor travels inside the message."""
 
@@ -110,11 +123,6 @@ def _encode(number: int, payload: wire.Payload) -> wire.Encode:
     """A message as a tokenizer sends it: one item of one request, for one encoder rank and one scheduler rank."""
     item = wire.Item(0, "image", (1, 64, 64), 4096, 1024, _HASH, payload)
     return wire.Encode(_REQUEST, number, 2, _ME, (_PEER,), (_PEER,), (item,), 1 << 39)
-
-
-def _pool_nbytes(setup: Setup) -> int:
-    """Room for what is in flight, and for one more that the producer has acknowledged and not yet taken back."""
-    return (setup.window + 1) * setup.nbytes
 
 
 def _refused(problem: BadMessage) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import socket
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
@@ -30,6 +32,7 @@ class Round(msgspec.Struct, frozen=True):
     """What a round of messages took."""
 
     latencies_ns: list[int]  #: of each message, from the writing of its first byte until its last page was read
+    held_ns: list[int]  #: of each message: how long the producer's event loop could do nothing else
     elapsed_ns: int  #: from the start of the first message to the end of the last
     producer_faults: int
     consumer_faults: int
@@ -41,13 +44,18 @@ class Round(msgspec.Struct, frozen=True):
 class Pair:
     """The two processes of one contender, for the length of a `with` block."""
 
-    def __init__(self, contender: str, nbytes: int, *, window: int = 1, full: bool = False) -> None:
-        """nbytes: of every message. window: messages in flight at most. full: every byte is written, see `sides`."""
+    def __init__(
+        self, contender: str, nbytes: int, *, window: int = 1, full: bool = False, pool_nbytes: int = 4 << 20
+    ) -> None:
+        """nbytes: of every message. window: messages in flight at most. full: every byte is written, see `sides`.
+
+        pool_nbytes: for contenders that have a pool, which is never smaller than they need.
+        """
         self.contender = contender
         context = multiprocessing.get_context("spawn")
         self._line, theirs = context.Pipe()
-        with theirs:
-            arguments = (contender, nbytes, window, full, theirs)
+        with theirs, _environment(CONTENDERS[contender].environment):
+            arguments = (contender, nbytes, window, full, max(pool_nbytes, (window + 1) * nbytes), theirs)
             self._producer = context.Process(target=_produce, args=arguments, name=f"producer: {contender}")
             self._producer.start()
 
@@ -69,6 +77,18 @@ class Pair:
         return found
 
 
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What a process that is started within the block finds in its environment, unless it is there already."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
 def _end(process: BaseProcess, patience_s: float) -> None:
     process.join(patience_s)
     process.kill()
@@ -83,13 +103,14 @@ def _die_with_parent() -> None:
 # --- the producer's process -------------------------------------------------------------------------------------
 
 
-def _produce(contender: str, nbytes: int, window: int, full: bool, line: Connection) -> None:
+def _produce(contender: str, nbytes: int, window: int, full: bool, pool_nbytes: int, line: Connection) -> None:
     _die_with_parent()
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory(prefix="ferry-") as folder, ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         undo.enter_context(ours)
-        setup = Setup(contender, nbytes, window, full, f"ipc://{folder}/messages", ours, _queue(context, contender))
+        address, queue = f"ipc://{folder}/messages", _queue(context, contender)
+        setup = Setup(contender, nbytes, window, full, pool_nbytes, address, ours, queue)
         with theirs:
             arguments = (replace(setup, line=theirs),)
             consumer = context.Process(target=_consume, args=arguments, name=f"consumer: {contender}", daemon=True)
@@ -131,12 +152,14 @@ class _Producer:
         before, faults_before, cpu_before = self._last, faults(), time.process_time_ns()
         started: dict[int, int] = {}
         ended: dict[int, int] = {}
+        held: list[int] = []
         wrong = 0
         while len(ended) < messages:
             if len(started) < messages and len(started) - len(ended) < self._setup.window:
                 self._sent += 1
                 started[self._sent] = time.monotonic_ns()
                 self._send(self._sent)
+                held.append(time.monotonic_ns() - started[self._sent])
                 continue
             self._last = last = await self._answer()
             ended[last.number] = last.read_at_ns
@@ -144,6 +167,7 @@ class _Producer:
         assert self._last is not None
         return Round(
             latencies_ns=[ended[number] - started[number] for number in started],
+            held_ns=held,
             elapsed_ns=max(ended.values()) - min(started.values()),
             producer_faults=faults() - faults_before,
             consumer_faults=self._last.faults - before.faults if before else 0,

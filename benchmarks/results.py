@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,7 @@ class Scale:
 
     rounds: int  #: turns that each contender has; they take turns, so that a busy moment meets all of them
     shrink: int = 1  #: sizes and counts are divided by this: then nothing is measured, only run
+    contenders: Set[str] | None = None  #: those that may take part; None: all
 
     def of(self, count: int) -> int:
         return max(1, count // self.shrink)
@@ -22,7 +23,9 @@ class Scale:
 
 FULL = Scale(rounds=40)
 QUICK = Scale(rounds=8)
-SMOKE = Scale(rounds=1, shrink=64)
+SMOKE = Scale(
+    rounds=1, shrink=64, contenders=frozenset({"in place", "copied in", "inline", "pickle 5", "msgpack frames"})
+)
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -42,14 +45,14 @@ class Verdict(msgspec.Struct, frozen=True):
     """How a floor was met."""
 
     floor: str  #: in words
-    measured: float
+    measured: float | None  #: None: not measured at this scale
     sense: Literal["<=", ">="]
     limit: float
     met: bool
 
     @classmethod
-    def of(cls, floor: str, measured: float, sense: Literal["<=", ">="], limit: float) -> Verdict:
-        met = measured <= limit if sense == "<=" else measured >= limit
+    def of(cls, floor: str, measured: float | None, sense: Literal["<=", ">="], limit: float) -> Verdict:
+        met = measured is not None and (measured <= limit if sense == "<=" else measured >= limit)
         return cls(floor, measured, sense, limit, met)
 
 
@@ -87,7 +90,13 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def speedup(outcome: Outcome, ours: str, rival: str) -> float:
-    """How many times better ours is by the medians: 2 is half the time, or twice the throughput."""
-    mine, theirs = outcome.of(ours), outcome.of(rival)
+def speedup(outcome: Outcome, ours: str, rival: str) -> float | None:
+    """How many times better ours is by the medians: 2 is half the time, or twice the throughput.
+
+    None: one of them does not take part.
+    """
+    found = {measured.contender: measured for measured in outcome.measurements}
+    if not {ours, rival} <= found.keys():
+        return None
+    mine, theirs = found[ours], found[rival]
     return mine.p50 / theirs.p50 if mine.unit.endswith("/s") else theirs.p50 / mine.p50

@@ -9,7 +9,7 @@ promises; the unsafe variants leave that to the caller, and are only reported.
 from __future__ import annotations
 
 import pickle  # noqa: TID251  # a rival's way: only to read what this benchmark's own producer wrote
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ class _OverZmq:
     """A message is some frames; the subclasses say which."""
 
     safe = True
+    environment: Mapping[str, str] = {}
 
     def made(self, setup: Setup) -> Any:
         """The tensor that the producer writes into."""
@@ -193,6 +194,7 @@ class TorchQueue:
     """A torch.multiprocessing queue: the tensor is copied into shared memory of its own, its descriptor passed."""
 
     safe = True
+    environment: Mapping[str, str] = {}
 
     @contextmanager
     def sender(self, setup: Setup) -> Iterator[Send]:

@@ -14,7 +14,7 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -51,6 +51,7 @@ class Setup:
     nbytes: int  #: of every message; whole rows of float32
     window: int  #: messages in flight at most
     full: bool  #: the producer writes every byte, not one in every page
+    pool_nbytes: int  #: for the contenders that have one
     address: str  #: where the consumer's ZeroMQ socket listens
     line: socket.socket  #: this side's end of a SEQPACKET pair: descriptors at the start, then answers
     queue: Any = None  #: of torch.multiprocessing, for the contenders that use one
@@ -82,6 +83,7 @@ class Contender(Protocol):
     """A way to hand tensors over. `sender` runs in the producer's process, `receive` in the consumer's."""
 
     safe: bool  #: the source may be overwritten as soon as a message is handed over
+    environment: Mapping[str, str]  #: variables that both processes start with
 
     def sender(self, setup: Setup) -> AbstractContextManager[Send]: ...
 

@@ -9,6 +9,7 @@ from benchmarks.results import Measurement, Outcome, Verdict
 #: Details worth a column, where any of a benchmark's measurements has them: (name, heading).
 _DETAILS = (
     ("nbytes", "bytes"),
+    ("held_ms", "loop held, ms"),
     ("producer_faults", "faults, producer"),
     ("consumer_faults", "faults, consumer"),
     ("cpu_s_per_gib", "CPU s/GiB"),

@@ -123,7 +123,7 @@ def command(
     finally:
         if replay.start_ns or not prepared.requests:
             summary = summarise(recorded, prepared, replay, setup, pools=session.pools, error=session.error)
-            drops = drops_of(recorded, prepared, replay, session.error)
+            drops = drops_of(recorded, prepared, replay)
             print_report(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), summary)
             if out is not None:
                 write_report(out, summary, replay.outcomes, drops, replay.start_ns)

@@ -87,5 +87,5 @@ def _table(result: Result) -> Table:
     for index, item in enumerate(result.items):
         grid = " x ".join(map(str, item.grid))
         numbers = (str(index), grid, str(item.rows), str(item.rank), item.transport, str(item.nbytes))
-        table.add_row(*numbers, item.digest.hex()[:16] or "-")
+        table.add_row(*numbers, item.digest.hex()[:12] or "-")
     return table

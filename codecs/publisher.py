@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-import numpy as np
-
 from tensorferry.codecs.errors import PoolFull
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
+from tensorferry.codecs.scratch import Scratch
 from tensorferry.codecs.tensors import ALIGNMENT, View, nbytes_of, view_of
 
 Layout = Sequence[tuple[str, tuple[int, ...]]]  #: (dtype, shape) of each tensor
@@ -36,6 +35,7 @@ class Publisher:
         self.pool = pool
         self._inline_below_nbytes = inline_below_nbytes
         self._on_fallback = on_fallback
+        self._scratch = Scratch()
         #: Drafts by how they travelled: `pool`, or inline as `small`, `no_pool`, `pool_full`.
         self.drafts: Counter[str] = Counter()
 
@@ -88,7 +88,7 @@ class Draft:
 
     def __enter__(self) -> Self:
         lease = self._lease = self._publisher._lease(self._nbytes)
-        data = np.empty(self._nbytes, np.uint8) if lease is None else lease.data
+        data = self._publisher._scratch.take(self._nbytes) if lease is None else lease.data
         self.views = [
             View(data[start:end], dtype, shape)
             for (start, end), (dtype, shape) in zip(self._places, self._layout, strict=True)

@@ -60,7 +60,7 @@ class Reader:
         with ExitStack() as undo, ExitStack() as received:
             for fd in fds:
                 received.callback(os.close, fd)
-            if description.memory != "host" or len(fds) != 3 or description.pool in self._pools:
+            if description.memory != "host" or len(fds) != 3:
                 raise AttachRefused(
                     f"cannot map pool {description.pool} of {description.memory} memory from {len(fds)} descriptors"
                 )
@@ -71,8 +71,16 @@ class Reader:
             undo.callback(control.close)
             acks = AckPage.create(description.slots, description.pool, self.consumer)
             undo.callback(acks.close)
-            sent = [os.dup(acks.segment.fd), os.pidfd_open(os.getpid())]
-            self._pools[description.pool] = _Import(segment, control, acks, description.slots, os.dup(fds[2]))
+            sent = [os.dup(acks.segment.fd)]
+            undo.callback(os.close, sent[0])
+            sent.append(os.pidfd_open(os.getpid()))
+            undo.callback(os.close, sent[1])
+            producer = os.dup(fds[2])
+            undo.callback(os.close, producer)
+            with self._lock:
+                if description.pool in self._pools:
+                    raise AttachRefused(f"pool {description.pool} is attached already")
+                self._pools[description.pool] = _Import(segment, control, acks, description.slots, producer)
             undo.pop_all()
         return Attachment(description.pool, self.consumer), sent
 
@@ -193,14 +201,19 @@ class _Import:
         return View(self.segment.data[proxy.offset : end], proxy.dtype, proxy.shape)
 
     def is_ready(self, proxy: Proxy) -> bool:
+        if self._looks_ready(proxy):
+            return True
+        if not is_dead(self.producer):
+            return False
+        if self._looks_ready(proxy):  # ready may have come after the look; now that it is dead its words are final
+            return True
+        raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
+
+    def _looks_ready(self, proxy: Proxy) -> bool:
         _, ready, poison = self.control.look(proxy.slot)
         if poison == proxy.generation:
             raise LeasePoisoned(proxy.slot, proxy.generation, "will never be valid: its producer said so")
-        if ready == proxy.generation:
-            return True
-        if is_dead(self.producer):
-            raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
-        return False
+        return ready == proxy.generation
 
     def close(self) -> None:
         self.segment.close()

@@ -44,6 +44,8 @@ DTYPES: dict[str, int] = {
 }
 #: The dtypes of the table that numpy has too, under the same name.
 NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPES if name in np.sctypeDict}
+#: And back: numpy takes 4 us to spell a dtype's name. One in foreign byte order is not in here.
+_NUMPY_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 
 #: Where every tensor in a pool starts: enough for any dtype, a cache line, and the widest vector store.
 ALIGNMENT = 64
@@ -138,10 +140,11 @@ def view_of(tensor: Any) -> View:
     if isinstance(tensor, View):
         return tensor
     if isinstance(tensor, np.ndarray):
-        if tensor.dtype.name not in NUMPY_DTYPES or not tensor.dtype.isnative:
+        known = _NUMPY_NAMES.get(tensor.dtype)
+        if known is None:
             raise UnsupportedDtype(f"numpy {tensor.dtype.str}")
         shape = tensor.shape  # ascontiguousarray makes a 0-d array 1-d
-        return View(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8), tensor.dtype.name, shape)
+        return View(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8), known, shape)
     import torch
 
     if not isinstance(tensor, torch.Tensor):

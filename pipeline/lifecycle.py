@@ -68,15 +68,18 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Tether:
-    """What ties a stage process to the supervisor that started it: numbers, and descriptors it inherited."""
+    """What ties a stage process to the supervisor that started it: descriptors it inherited, and what both have read.
 
-    supervisor: int  #: its pid
-    lifeline: int  #: end of file here: the supervisor is gone, or wants everybody gone at once
+    The lifeline is a pipe that only the supervisor can write to. A byte in it, one for each process, says: cancel. Its
+    end says that the supervisor is gone, however it went; so does SIGHUP, which the kernel may send a little earlier.
+    """
+
+    lifeline: int
     status: int  #: takes a line when the stage is ready
     deployment: str  #: digest of what the supervisor read from the deployment file
 
     def __str__(self) -> str:
-        return f"{self.supervisor}:{self.lifeline}:{self.status}:{self.deployment}"
+        return f"{self.lifeline}:{self.status}:{self.deployment}"
 
     @classmethod
     def taken_from(cls, environ: MutableMapping[str, str]) -> Tether | None:
@@ -88,8 +91,8 @@ class Tether:
         if text is None:
             return None
         try:
-            supervisor, lifeline, status, deployment = text.split(":")
-            tether = cls(int(supervisor), int(lifeline), int(status), deployment)
+            lifeline, status, deployment = text.split(":")
+            tether = cls(int(lifeline), int(status), deployment)
             os.set_inheritable(tether.lifeline, False)
             os.set_inheritable(tether.status, False)
         except (ValueError, OSError):
@@ -98,50 +101,38 @@ class Tether:
         return tether
 
     def hold(self) -> None:
-        """Have the kernel end this process by SIGTERM when the supervisor dies, for as long as nobody looks at the
-        lifeline yet. Call it before anything slow.
+        """Have the kernel send SIGHUP when the supervisor dies, which ends a process that has no handler for it yet.
 
-        Source: prctl(2), PR_SET_PDEATHSIG. It speaks of the thread that started us, which is the one with the
-        supervisor's event loop; where that ends early, the supervisor has ended its stages already.
+        Call it before anything slow. Source: prctl(2), PR_SET_PDEATHSIG. It speaks of the thread that started us, which
+        is the one with the supervisor's event loop; where that ends early, the supervisor has ended its stages already.
         """
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if self.orphaned:  # before that call
-            os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in children too
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+        if self.cut:  # before that call
+            os.kill(os.getpid(), signal.SIGHUP)
 
     def announce(self) -> None:
         with suppress(OSError):  # the supervisor has gone; the lifeline says so too
             os.write(self.status, b"ready\n")
             os.close(self.status)
 
-    def watch(self, lost: Callable[[], None]) -> None:
-        """Call `lost` from a thread of its own once the supervisor is gone, and end everything ORPHAN_S later.
+    @property
+    def cut(self) -> bool:
+        """Whether the supervisor is gone. Takes nothing out of the pipe: what is in it may be for others."""
+        return bool(_hang_up(self.lifeline).poll(0))
+
+    def watch(self, told: Callable[[], None], lost: Callable[[], None]) -> None:
+        """From a thread of its own, call `told` when we are to cancel, and `lost` when the supervisor is gone; ORPHAN_S
+        later everything is killed.
 
         A thread, so that an event loop that is kept busy cannot make an orphan.
         """
-        threading.Thread(target=self._watch, args=(lost,), name="lifeline", daemon=True).start()
+        threading.Thread(target=self._watch, args=(told, lost), name="lifeline", daemon=True).start()
 
-    @property
-    def orphaned(self) -> bool:
-        """Whether the lifeline was cut because the supervisor has ended, by itself or not."""
-        poll = select.poll()
-        poll.register(self.lifeline, select.POLLIN)
-        return bool(poll.poll(0)) and self._has_ended()
-
-    def _has_ended(self) -> bool:
-        """Give a dying supervisor, whose descriptors are closed first, a moment to be dead."""
-        try:
-            pidfd = os.pidfd_open(self.supervisor)
-        except ProcessLookupError:
-            return True
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        try:
-            return bool(poll.poll(200))
-        finally:
-            os.close(pidfd)
-
-    def _watch(self, lost: Callable[[], None]) -> None:
-        os.read(self.lifeline, 1)  # nothing is ever written to it
+    def _watch(self, told: Callable[[], None], lost: Callable[[], None]) -> None:
+        if os.read(self.lifeline, 1):
+            told()
+            _hang_up(self.lifeline).poll()
         lost()
         threading.Event().wait(ORPHAN_S)
         _kill_group()
@@ -176,9 +167,11 @@ def run_process(
         return life.failed(*_leaves(group))
     finally:
         faulthandler.cancel_dump_traceback_later()
-        if tether is not None and tether.orphaned:
-            on_orphaned()
-            _kill_group()  # and so itself: nobody is there to ask for its exit status
+        if life.orphaned:
+            try:
+                on_orphaned()
+            finally:
+                _kill_group()  # and so itself: nobody is there to ask for its exit status
     return life.status or 0
 
 
@@ -188,6 +181,7 @@ class _Life:
     def __init__(self, name: str, drain_s: float, cancel_s: float, tether: Tether | None) -> None:
         self.status: int | None = None  #: what the exit status will be, once something has decided it
         self._name, self._cancel_s, self._tether = name, cancel_s, tether
+        self._lost = False
         self._stop = Stop(drain_s, on_ready=self._ready)
         self._task: asyncio.Task[None] | None = None
 
@@ -197,7 +191,8 @@ class _Life:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled, number)
         if self._tether is not None:
-            self._tether.watch(lambda: self._call(loop, self._lost))
+            loop.add_signal_handler(signal.SIGHUP, self._orphan)
+            self._tether.watch(lambda: self._call(loop, self._told), lambda: self._call(loop, self._orphan))
         try:
             await main(self._stop)
         except Exception as problem:
@@ -229,8 +224,16 @@ class _Life:
         asyncio.get_running_loop().call_later(stop.drain_s, self._cancel, 1, f"not drained within {stop.drain_s} s")
         _end_within(stop.drain_s + self._cancel_s)
 
-    def _lost(self) -> None:
-        self._cancel(CANCELLED, "the supervisor is gone, or wants everybody gone")
+    @property
+    def orphaned(self) -> bool:
+        return self._tether is not None and (self._lost or self._tether.cut)
+
+    def _told(self) -> None:
+        self._cancel(CANCELLED, "the supervisor says so")
+
+    def _orphan(self) -> None:
+        self._lost = True
+        self._cancel(CANCELLED, "the supervisor is gone")
 
     def _cancel(self, status: int, reason: str) -> None:
         if self.status is None and self._task is not None and not self._task.done():
@@ -256,6 +259,13 @@ def _kill_group() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang_up(pipe: int) -> select.poll:
+    """Polls for the moment when nobody can write to a pipe any more."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # POLLHUP need not be asked for
+    return poll
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,11 +33,15 @@ log = structlog.get_logger()
 #: Upstream first: whoever is asked to drain next then gets nothing new any more.
 DRAIN_ORDER = ("tokenizer", "encoder", "scheduler")
 FAILED_DRAIN_S = 5.0  #: grace period where something has failed and the rest can hardly finish its work
-CANCEL_S = 3.0  #: for stages to end by themselves once their lifeline is cut
+CANCEL_S = 3.0  #: for stages to end by themselves once they are told to cancel
 KILL_S = 10.0  #: for the kernel to end a killed process; GPU work in flight takes it up to a second
 
 #: What libraries take their number of threads from.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+#: glibc then copies 1 MiB and more past the caches, which takes two thirds of the time (docs/performance.md). Its own
+#: threshold is three quarters of the last-level cache, which on a shared machine is mostly somebody else's. It is
+#: read when a process starts, and ignored by other C libraries.
+COPY_VARIABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
 
 Command = Callable[[str, int], Sequence[str]]  #: (stage, rank) -> argument list
 
@@ -92,8 +96,8 @@ class Supervisor:
         deployment = self._deployment
         threads = deployment.encoder.threads if stage == "encoder" else 1
         status, theirs = os.pipe()
-        tether = Tether(os.getpid(), self._lifeline[0], theirs, digest(deployment))
-        defaults = dict.fromkeys(THREAD_VARIABLES, str(threads))  # unless the user has set them
+        tether = Tether(self._lifeline[0], theirs, digest(deployment))
+        defaults = dict.fromkeys(THREAD_VARIABLES, str(threads)) | COPY_VARIABLES  # unless the user has set them
         try:
             process = subprocess.Popen(
                 self._command(stage, rank),
@@ -141,9 +145,9 @@ class Supervisor:
     async def _until_ready(self) -> None:
         start_s = self._deployment.timeouts.start_s
         try:
-            async with asyncio.timeout(start_s):
+            async with asyncio.timeout(start_s), asyncio.TaskGroup() as waiting:
                 for child in self._children:
-                    await child.announced()
+                    waiting.create_task(child.announced())
         except TimeoutError:
             late = ", ".join(str(child) for child in self._children if not child.ready)
             raise DeploymentError(
@@ -154,41 +158,45 @@ class Supervisor:
     async def _stop(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drain, then cut the lifeline, then kill; a cancellation skips to the next step."""
+        """Drain, then cancel, then kill; a cancellation of our own skips to the next step."""
         grace_s = self._deployment.timeouts.drain_s
         if kind is not None:
             grace_s = min(grace_s, FAILED_DRAIN_S) if issubclass(kind, Exception) else 0.0
+        unclean: list[str] = []
         try:
             if grace_s:
-                await self._drain(grace_s)
-            if kind is None and (left := self._left()):
-                log.warning("drain_overran", stages=[str(child) for child in left], grace_s=grace_s)
+                unclean = await self._drain(grace_s)
         finally:
-            os.close(self._lifeline[1])
+            os.write(self._lifeline[1], bytes(len(self._children)))
             try:
-                await self._all_ended(CANCEL_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(CANCEL_S):
+                        await _all_ended(self._left())
             finally:
                 self._kill()
                 os.close(self._lifeline[0])
-        unclean = [f"{child} {child.how}" for child in self._children if child.process.returncode]
+                os.close(self._lifeline[1])
         if kind is None and unclean:
-            raise DeploymentError(f"not all stages drained within {grace_s} s: {', '.join(unclean)}")
+            raise DeploymentError(", ".join(unclean))
 
-    async def _drain(self, grace_s: float) -> None:
+    async def _drain(self, grace_s: float) -> list[str]:
+        """Ask one stage after the other to finish; returns what went wrong, by stage and rank."""
+        asked: list[_Child] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 for stage in DRAIN_ORDER:
                     members = [child for child in self._left() if child.stage == stage]
                     for child in members:
                         child.terminate()
-                    for child in members:
-                        await child.ended()
-
-    async def _all_ended(self, patience_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                for child in self._left():
-                    await child.ended()
+                    asked += members
+                    await _all_ended(members)
+        if late := [str(child) for child in asked if child in self._left()]:
+            log.warning("drain_overran", stages=late, grace_s=grace_s)
+        failed = [child for child in asked if child.process.returncode]
+        return [
+            *(f"{child} {child.how} while it drained" for child in failed),
+            *(f"{child} did not drain within {grace_s} s" for child in late),
+        ]
 
     def _kill(self) -> None:
         left = self._left()
@@ -263,6 +271,12 @@ class _Child:
         self.process.wait()
         os.close(self._pidfd)
         os.close(self._status)
+
+
+async def _all_ended(children: Iterable[_Child]) -> None:
+    async with asyncio.TaskGroup() as waiting:
+        for child in children:
+            waiting.create_task(child.ended())
 
 
 def start_command(config_file: Path, overrides: Sequence[str]) -> Command:

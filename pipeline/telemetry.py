@@ -1,17 +1,26 @@
-"""What processes say of themselves: log lines, counters, and both for Prometheus where a port is given."""
+"""What processes say of themselves: log lines, counters, and both for Prometheus where a port is given.
+
+Metrics are served on loopback only, each process on a port of its own: `telemetry.prometheus_port` plus the number
+of the process, tokenizers first, then encoders, then schedulers, each by rank.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.config import TelemetrySpec
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 #: Every counter there is, and what it counts.
 COUNTERS = {
@@ -28,69 +37,137 @@ COUNTERS = {
     "pool_full_fallbacks": "Tensors sent inline because the pool had no room",
 }
 
+Labels = tuple[tuple[str, str], ...]  #: sorted by name
+
 
 class Counters:
-    """The counters and gauges of one process. Counting costs a dictionary update, whether or not anybody looks."""
+    """The counters and gauges of one process. Counting costs a dictionary update, whether or not anybody looks.
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.gauges: dict[str, float] = {}
-        self._server: Any = None
+    Any thread may count: drafts are made off the event loop.
+    """
 
-    def count(self, name: str, by: int = 1) -> None:
-        """name: one of COUNTERS."""
+    def __init__(self, **labels: object) -> None:
+        """labels: what every metric carries, such as stage and rank."""
+        self._labels = {name: str(value) for name, value in labels.items()}
+        self._lock = Lock()
+        self._counts: dict[tuple[str, Labels], int] = {(name, ()): 0 for name in COUNTERS}
+        self._gauges: dict[tuple[str, Labels], float] = {}
+        self._server: tuple[Any, Thread] | None = None
+
+    def count(self, name: str, by: int = 1, **labels: object) -> None:
+        """name: one of COUNTERS. by: 0 or more."""
         assert name in COUNTERS, name
-        self.counts[name] += by
+        assert by >= 0, by
+        key = name, _sorted(labels)
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + by
 
-    def gauge(self, name: str, value: float) -> None:
-        self.gauges[name] = value
+    def gauge(self, name: str, value: float, **labels: object) -> None:
+        """Set a number that goes up and down. name: letters, digits and underscores, none of COUNTERS."""
+        assert name.isidentifier(), name
+        assert name not in COUNTERS, name
+        with self._lock:
+            self._gauges[name, _sorted(labels)] = value
 
-    def serve(self, port: int) -> None:
-        """Answer Prometheus on this loopback port, from a thread. Raises DeploymentError when it is taken."""
-        from prometheus_client import CollectorRegistry, start_http_server
+    def value(self, name: str, **labels: object) -> float:
+        """What a counter or gauge says now; 0: never counted or set."""
+        key = name, _sorted(labels)
+        with self._lock:
+            return self._counts.get(key, 0) if name in COUNTERS else self._gauges.get(key, 0.0)
+
+    def serve(self, port: int) -> int:
+        """Answer Prometheus on this loopback port (0: any that is free), from a thread; returns the port.
+
+        Raises DeploymentError when it is taken.
+        """
+        from prometheus_client import CollectorRegistry, start_http_server  # 50 ms that few processes need
 
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
+            self._server = start_http_server(port, addr="127.0.0.1", registry=registry)
         except OSError as problem:
             raise DeploymentError(
                 f"metrics cannot be served on 127.0.0.1:{port}: {problem.strerror}; change telemetry.prometheus_port"
             ) from None
-
-    def collect(self) -> Iterator[Any]:
-        """For Prometheus."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        for name, count in list(self.counts.items()):
-            yield CounterMetricFamily(f"tensorferry_{name}", COUNTERS[name], value=count)
-        for name, value in list(self.gauges.items()):
-            yield GaugeMetricFamily(f"tensorferry_{name}", name.replace("_", " "), value=value)
+        return int(self._server[0].server_port)
 
     def close(self) -> None:
+        """Stop serving; the port is free then. Takes up to half a second where it served."""
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            (server, thread), self._server = self._server, None
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus: every metric, under `tensorferry_`."""
+        from prometheus_client.metrics_core import Metric
+
+        with self._lock:
+            counts, gauges = list(self._counts.items()), list(self._gauges.items())
+        families: dict[str, Metric] = {}
+        for (name, labels), count in counts:
+            family = families.setdefault(name, Metric(f"tensorferry_{name}", COUNTERS[name], "counter"))
+            family.add_sample(f"tensorferry_{name}_total", self._labels | dict(labels), count)
+        for (name, labels), value in gauges:
+            family = families.setdefault(name, Metric(f"tensorferry_{name}", name.replace("_", " "), "gauge"))
+            family.add_sample(f"tensorferry_{name}", self._labels | dict(labels), value)
+        yield from families.values()
 
 
 def configure(spec: TelemetrySpec, **bound: object) -> None:
-    """Set up this process's log, once: one event a line, to stderr, with `bound` on every line."""
-    renderer: structlog.typing.Processor
+    """Set up this process's log: one event a line, to stderr, with `bound` (stage, rank, ...) on every line.
+
+    What libraries log with `logging`, from warnings up, becomes events too. The one set-up that is global.
+    """
+
+    def bind(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        return {**bound, **event}  # not a context variable: threads of a pool have none
+
     if spec.log_format == "json":
-        renderer = structlog.processors.JSONRenderer()
-        tracebacks: structlog.typing.Processor = structlog.processors.dict_tracebacks
+        # Without locals, which structlog adds by default: they are users' prompts and images.
+        traceback: Processor = structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
+        rendering: list[Processor] = [traceback, structlog.processors.JSONRenderer()]
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-        tracebacks = structlog.processors.StackInfoRenderer()
+        plain = structlog.dev.plain_traceback
+        rendering = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            bind,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            tracebacks,
-            renderer,
+            _readable,
+            *rendering,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[spec.log_level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # one write a line: processes share stderr
     )
-    structlog.contextvars.bind_contextvars(**bound)
+    logging.lastResort = _Libraries(logging.WARNING)  # used where nobody has set up `logging`
+
+
+def _readable(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Bytes in hexadecimal; and nothing a peer said may end the line or steer the terminal."""
+    for name, value in event.items():
+        if isinstance(value, bytes | memoryview):
+            event[name] = value.hex()
+        elif isinstance(value, str) and not value.isprintable():
+            event[name] = ascii(value)
+    return event
+
+
+class _Libraries(logging.Handler):
+    """Logs what libraries log: asyncio of a task that failed, for one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            level = min(record.levelno // 10 * 10, logging.CRITICAL)
+            text, problem = record.getMessage(), record.exc_info
+            structlog.get_logger().log(level, "library_logged", library=record.name, text=text, exc_info=problem)
+        except Exception:  # as every handler of `logging` does: a log line must not raise
+            self.handleError(record)
+
+
+def _sorted(labels: dict[str, object]) -> Labels:
+    return tuple(sorted((name, str(value)) for name, value in labels.items())) if labels else ()

@@ -14,7 +14,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -49,7 +49,7 @@ class Belongings:
 
     @classmethod
     def now(cls) -> Self:
-        tracker = multiprocessing.resource_tracker._resource_tracker  # type: ignore[attr-defined]
+        tracker: Any = multiprocessing.resource_tracker._resource_tracker  # lives on, if somebody started it
         descriptors: Counter[str] = Counter()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the listing's own
@@ -78,14 +78,14 @@ def left_since(before: Belongings, patience_s: float = 2.0) -> list[str]:
     return left
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report: pytest.TestReport = yield  # type: ignore[misc,assignment]
-    item.stash.setdefault(FAILED, []).append(report.failed)
-    return report  # type: ignore[return-value]
-
-
 FAILED = pytest.StashKey[list[bool]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash.setdefault(FAILED, []).append(report.failed)
+    return report
 
 
 @pytest.fixture(autouse=True)

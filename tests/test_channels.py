@@ -884,7 +884,7 @@ async def test_flush_hands_over_everything_to_a_slow_peer(context, address, chil
     await asyncio.sleep(0)
     with pytest.raises(ChannelClosed):
         outbox.send_nowait(beat(0))
-    assert not flushing.done()
+    assert not flushing.done() or nbytes == 10  # so little fits into the kernel's buffer
     reader.send_signal(signal.SIGCONT)
     assert await flushing
     assert await heard(reader) == list(range(200))

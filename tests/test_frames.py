@@ -23,7 +23,7 @@ def aligned(nbytes: int, off: int = 0) -> memoryview:
     """A buffer that starts `off` bytes after a multiple of 64."""
     room = np.zeros(nbytes + 128, np.uint8)
     start = -room.ctypes.data % 64 + off
-    return memoryview(room[start : start + nbytes])
+    return room[start : start + nbytes].data
 
 
 def test_what_is_within_the_limits_is_taken() -> None:

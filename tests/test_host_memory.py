@@ -108,11 +108,11 @@ def test_closing_twice_and_closing_the_descriptor_first_are_fine(segment: HostSe
 
 
 def test_torch_and_numpy_take_a_peer_s_memory_without_a_warning(segment: HostSegment) -> None:
-    import torch
+    from torch.utils.dlpack import from_dlpack
 
     peer = HostSegment.attach(segment.fd, NBYTES)
     segment.data[:4] = 1
-    tensor = torch.from_dlpack(peer.data[:4])
+    tensor = from_dlpack(peer.data[:4])
     assert tensor.tolist() == [1, 1, 1, 1]
     del tensor
     peer.close()
@@ -124,6 +124,13 @@ def test_b12_too_much_memory_is_refused_at_once(nbytes: int) -> None:
     with pytest.raises(NoMemory, match="lower the pool's budget_mb") as refused:
         HostSegment.create(nbytes, "tensorferry-test")
     assert refused.value.nbytes == nbytes
+
+
+def test_b12_one_byte_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorferry.codecs.memory.host.available_nbytes", lambda: 8192)
+    HostSegment.create(8192, "tensorferry-test").close()
+    with pytest.raises(NoMemory, match="no 8193 bytes of shared memory: 8192 are available"):
+        HostSegment.create(8193, "tensorferry-test")
 
 
 # --- how much there is
@@ -277,6 +284,15 @@ def test_one_kind_of_page_is_not_the_other() -> None:
         AckPage.attach(control.segment.fd, 24, 5, 7)
     acks.close()
     control.close()
+
+
+@pytest.mark.parametrize("place", [0, 8])
+def test_a_page_of_another_kind_or_version_is_refused(place: int) -> None:
+    page = AckPage.create(7, 5, 7)
+    page.segment.data[place] += 1
+    with pytest.raises(AttachRefused, match="header"):
+        AckPage.attach(page.segment.fd, 7, 5, 7)
+    page.close()
 
 
 def test_the_words_lie_where_the_protocol_says() -> None:

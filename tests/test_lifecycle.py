@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
+from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Stop, Tether
 
 PROGRAM = Path(__file__).parent / "programs" / "life.py"
 DEADLINE_S = 20.0
@@ -46,6 +46,11 @@ class Life:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def ends(self) -> tuple[int, str, str]:
         """Exit status, and what more it said on stdout and stderr."""
@@ -86,6 +91,17 @@ def test_the_second_signal_cancels(start: Callable[..., Life], first: signal.Sig
     assert (status, "cleaned up" in out) == (130, True)
 
 
+def test_a_third_signal_leaves_the_cleaning_up_alone(start: Callable[..., Life]) -> None:
+    life = start("cleans_up_at_length")
+    life.heard("ready")
+    for line in ("draining", "cleaning"):
+        life.signal(signal.SIGINT)
+        life.heard(line)
+    life.signal(signal.SIGINT)
+    status, out, _ = life.ends()
+    assert (status, "cleaned up" in out) == (130, True)
+
+
 def test_before_it_is_ready_there_is_nothing_to_drain(start: Callable[..., Life]) -> None:
     life = start("is_never_ready")
     life.heard("starting")
@@ -104,7 +120,7 @@ def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Life]) ->
     assert "cleaned up" in out
 
 
-@pytest.mark.parametrize("behaviour", ["is_stuck", "is_deaf"])
+@pytest.mark.parametrize("behaviour", ["is_stuck", "is_deaf", "is_deaf_from_the_start"])
 def test_b20_a_process_that_cannot_be_cancelled_says_where_it_is_stuck(
     start: Callable[..., Life], behaviour: str
 ) -> None:
@@ -144,16 +160,24 @@ def test_a_bug_keeps_its_traceback(start: Callable[..., Life]) -> None:
     assert err.endswith("ZeroDivisionError\nin life-0\n")
 
 
+def test_readiness_is_announced_once() -> None:
+    announced = []
+    stop = Stop(on_ready=lambda: announced.append("ready"))
+    stop.announce_ready()
+    stop.announce_ready()
+    assert announced == ["ready"]
+
+
 # --- the tether ---------------------------------------------------------------------------------------------
 
 
 class Ends:
     """The supervisor's ends of a tether."""
 
-    def __init__(self, undo: ExitStack, supervisor: int) -> None:
+    def __init__(self, undo: ExitStack) -> None:
         reading, self._lifeline = os.pipe()
         self.status, writing = os.pipe()
-        self.tether = Tether(supervisor, reading, writing, "digest")
+        self.tether = Tether(reading, writing, "digest")
         self._open = [reading, writing, self.status, self._lifeline]
         undo.callback(lambda: self.close(*self._open))
 
@@ -162,6 +186,9 @@ class Ends:
             self._open.remove(fd)
             os.close(fd)
 
+    def cancel(self) -> None:
+        os.write(self._lifeline, b"x")
+
     def cut(self) -> None:
         self.close(self._lifeline)
 
@@ -169,17 +196,10 @@ class Ends:
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     with ExitStack() as undo:
-        yield Ends(undo, os.getpid())
+        yield Ends(undo)
 
 
-@pytest.fixture
-def ends_of_the_dead() -> Iterator[Ends]:
-    with ExitStack() as undo, subprocess.Popen(["true"]) as dead:
-        dead.wait(DEADLINE_S)
-        yield Ends(undo, dead.pid)
-
-
-def test_readiness_is_told_once(start: Callable[..., Life], ends: Ends) -> None:
+def test_readiness_is_told_the_supervisor(start: Callable[..., Life], ends: Ends) -> None:
     life = start("drains", ends.tether)
     life.heard("ready")
     ends.close(ends.tether.status)
@@ -187,28 +207,59 @@ def test_readiness_is_told_once(start: Callable[..., Life], ends: Ends) -> None:
     assert os.read(ends.status, 64) == b""
 
 
-def test_a_cut_lifeline_cancels(start: Callable[..., Life], ends: Ends) -> None:
+def test_a_byte_in_the_lifeline_cancels(start: Callable[..., Life], ends: Ends) -> None:
     life = start("never_drains", ends.tether)
     life.heard("ready")
-    ends.cut()
+    ends.cancel()
     status, out, _ = life.ends()
     assert (status, "cleaned up" in out) == (130, True)
 
 
+def lifeline_is_cut(life: Life, ends: Ends) -> None:
+    ends.cut()
+
+
+def told_to_cancel_and_cut(life: Life, ends: Ends) -> None:
+    ends.cancel()
+    ends.cut()
+
+
+def kernel_tells_first(life: Life, ends: Ends) -> None:
+    """Before the last thread of the supervisor is gone, and with it the lifeline."""
+    life.signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize("lose", [lifeline_is_cut, told_to_cancel_and_cut, kernel_tells_first])
+@pytest.mark.parametrize("behaviour", ["drains", "never_drains", "is_never_ready"])
 def test_b45_an_orphan_cleans_up_and_goes_with_all_it_has_started(
-    start: Callable[..., Life], ends_of_the_dead: Ends
+    start: Callable[..., Life], ends: Ends, behaviour: str, lose: Callable[[Life, Ends], None]
 ) -> None:
-    life = start("never_drains", ends_of_the_dead.tether)
+    life = start(behaviour, ends.tether)
+    life.heard("starting" if behaviour == "is_never_ready" else "ready")
+    with subprocess.Popen(["sleep", "1000"], process_group=life.process.pid) as relative:
+        try:
+            lose(life, ends)
+            status, out, _ = life.ends()
+            assert status == -signal.SIGKILL
+            assert "cleaned up" in out or behaviour == "drains"
+            assert relative.wait(DEADLINE_S) == -signal.SIGKILL
+        finally:
+            relative.kill()
+
+
+def test_b45_a_drain_and_the_loss_of_the_supervisor_at_once(start: Callable[..., Life], ends: Ends) -> None:
+    life = start("drains", ends.tether)
     life.heard("ready")
-    relative = subprocess.Popen(["sleep", "1000"], process_group=life.process.pid)
-    try:
-        ends_of_the_dead.cut()
-        status, out, _ = life.ends()
-        assert (status, "cleaned up" in out) == (-signal.SIGKILL, True)
-        assert relative.wait(DEADLINE_S) == -signal.SIGKILL
-    finally:
-        relative.kill()
-        relative.wait()
+    with subprocess.Popen(["sleep", "1000"], process_group=life.process.pid) as relative:
+        try:
+            life.stop()
+            life.signal(signal.SIGTERM)
+            ends.cut()
+            life.signal(signal.SIGCONT)
+            assert life.ends()[0] == -signal.SIGKILL
+            assert relative.wait(DEADLINE_S) == -signal.SIGKILL
+        finally:
+            relative.kill()
 
 
 def test_b45_a_blocked_loop_makes_no_orphan(start: Callable[..., Life], ends: Ends) -> None:
@@ -223,7 +274,7 @@ def test_children_inherit_nothing_of_the_tether(start: Callable[..., Life], ends
     assert (status, out.strip()) == (0, "[0, 1, 2, 3] False")  # 3: of the listing itself
 
 
-@pytest.mark.parametrize("text", ["", "1:2", "a:b:c:d", "1:998:999:digest"])
+@pytest.mark.parametrize("text", ["", "1:2", "a:b:c", "998:999:digest"])
 def test_a_tether_that_does_not_hold_is_an_error(text: str) -> None:
     environ = {TETHER_VARIABLE: text}
     with pytest.raises(DeploymentError, match="is not from a supervisor"):
@@ -243,14 +294,10 @@ def holding(tether: Tether) -> Sequence[str]:
 
 
 def test_b45_one_that_is_still_starting_dies_with_its_parent(ends: Ends) -> None:
-    starter = (
-        "import os, subprocess, sys; "
-        "tether = os.environ['TENSORFERRY_TETHER'].split(':'); tether[0] = str(os.getpid()); "
-        "os.environ['TENSORFERRY_TETHER'] = ':'.join(tether); "
-        "child = subprocess.Popen(sys.argv[1:], close_fds=False); print(child.pid, flush=True); child.wait()"
-    )
+    starter = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:], close_fds=False); "
+    starter += "print(child.pid, flush=True); child.wait()"
     parent = subprocess.Popen(
-        [sys.executable, "-c", starter, *holding(ends.tether)],
+        ["nohup", sys.executable, "-c", starter, *holding(ends.tether)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {TETHER_VARIABLE: str(ends.tether)},
@@ -267,14 +314,13 @@ def test_b45_one_that_is_still_starting_dies_with_its_parent(ends: Ends) -> None
         os.close(pidfd)
 
 
-def test_b45_one_that_starts_after_its_parent_has_died_does_not_start(ends_of_the_dead: Ends) -> None:
-    tether = ends_of_the_dead.tether
-    ends_of_the_dead.cut()
+def test_b45_one_that_starts_after_its_parent_has_died_does_not_start(ends: Ends) -> None:
+    ends.cut()
     orphan = subprocess.run(
-        holding(tether),
+        holding(ends.tether),
         stdout=subprocess.PIPE,
-        env=os.environ | {TETHER_VARIABLE: str(tether)},
-        pass_fds=[tether.lifeline, tether.status],
+        env=os.environ | {TETHER_VARIABLE: str(ends.tether)},
+        pass_fds=[ends.tether.lifeline, ends.tether.status],
         timeout=DEADLINE_S,
     )
-    assert (orphan.returncode, orphan.stdout) == (-signal.SIGTERM, b"")
+    assert (orphan.returncode, orphan.stdout) == (-signal.SIGHUP, b"")

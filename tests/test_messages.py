@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,6 +22,8 @@ from msgspec import inspect
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits, decode, encode
+from tensorferry.codecs.tensors import DTYPES
+from tensorferry.pipeline.conversation import Said
 
 VECTORS = Path(__file__).parent / "vectors"
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(wire.Message)
@@ -92,11 +95,22 @@ def test_every_struct_is_frozen_strict_and_an_array() -> None:
     assert set(MESSAGE_TYPES) <= set(structs)
     for cls, kind in structs.items():
         assert issubclass(cls, wire.Wire)
-        assert cls.__struct_config__.frozen, cls  # type: ignore[attr-defined]
+        assert cls.__struct_config__.frozen, cls
         assert kind.array_like, cls
         assert kind.forbid_unknown_fields, cls
     tags = [structs[cls].tag for cls in MESSAGE_TYPES]
     assert len(set(tags)) == len(tags)
+
+
+def test_times_have_room_for_a_machine_that_never_restarts() -> None:
+    times = [
+        field.type
+        for kind in structs_in(inspect.multi_type_info([wire.Message])[0], {}).values()
+        for field in kind.fields
+        if field.name.endswith("_ns")
+    ]
+    assert len(times) == 3
+    assert all(isinstance(kind, inspect.IntType) and kind.le == (1 << 63) - 1 for kind in times)
 
 
 # --- golden vectors -------------------------------------------------------------------------------------------
@@ -115,7 +129,7 @@ def from_fields(value: Any) -> Any:
     """A vector's `message` as structs: field by field, by name."""
     match value:
         case {"type": name, **fields}:
-            return getattr(wire, name)(**{field: from_fields(each) for field, each in fields.items()})
+            return getattr(wire, name)(**{str(field): from_fields(each) for field, each in fields.items()})
         case {"hex": digits}:
             return bytes.fromhex(digits)
         case [*elements]:
@@ -142,6 +156,19 @@ def test_vectors_cover_every_message_and_are_up_to_date() -> None:
     assert covered == {cls.__name__ for cls in MESSAGE_TYPES}
     rendered = load(VECTORS / "make.py").render()
     assert (VECTORS / "messages.json").read_text(encoding="utf-8") == rendered, "run tests/vectors/make.py"
+
+
+def test_the_document_has_the_structs_as_they_are() -> None:
+    """If not: `python tests/vectors/schema.py`, and say in the document what the change means."""
+    document = (VECTORS.parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```schema\n(.*?)\n```$", document, re.MULTILINE | re.DOTALL)
+    schema = load(VECTORS / "schema.py")
+    assert blocks == [schema.render(wire.Message), schema.render(Said)]
+    for cls in MESSAGE_TYPES:
+        assert re.search(rf"^\|[^|]*`{cls.__name__}`", document, re.MULTILINE), f"who sends {cls.__name__}, and when?"
+    assert f"Version {wire.PROTOCOL_VERSION}." in document
+    for dtype in DTYPES:
+        assert re.search(rf"\b{dtype}\b", document), dtype
 
 
 def load(file: Path) -> ModuleType:

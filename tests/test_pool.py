@@ -246,7 +246,8 @@ def test_l3_what_a_lease_s_state_does_not_allow_is_refused_with_its_name(pool: P
             lease.retract(column)
         lease.dispatch([column])
         lease.retract(column)
-    for act in (lambda: lease.dispatch([column]), lambda: lease.retract(column)):
+    late: list[Callable[[], None]] = [partial(lease.dispatch, [column]), partial(lease.retract, column)]
+    for act in late:
         with pytest.raises(LeaseError, match="is not open") as refused:
             act()
         assert (refused.value.slot, refused.value.generation) == lease.grant[:2]

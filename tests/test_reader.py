@@ -24,6 +24,7 @@ from tensorferry.codecs.errors import (
     UnsupportedDtype,
 )
 from tensorferry.codecs.messages import Inline, Proxy
+from tensorferry.codecs.pool.control import AckPage
 from tensorferry.codecs.pool.pool import Export, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
@@ -182,7 +183,12 @@ def begun(shop: Shop, block: ExitStack) -> tuple[Any, Proxy]:
     return lease, Proxy(shop.pool.description.pool, slot, generation, offset, "uint8", (100,))
 
 
-def test_bytes_that_are_not_written_yet_are_not_shown(shop: Shop) -> None:
+@pytest.mark.parametrize("former_leases", [0, 8])
+def test_bytes_that_are_not_written_yet_are_not_shown(shop: Shop, former_leases: int) -> None:
+    """Nor because the slot's former lease was ready."""
+    for _ in range(former_leases):
+        shop.reader.acknowledge(shop.publish()[0])
+        assert shop.out() == 0
     with ExitStack() as block:
         lease, proxy = begun(shop, block)
         assert not shop.reader.is_ready(proxy)
@@ -339,6 +345,21 @@ def test_detaching_under_a_view_keeps_its_bytes_and_ends_without_an_error(shop: 
     shop.reader.detach(proxy.pool)
 
 
+def test_a_pool_that_goes_while_a_block_begins_is_gone(shop: Shop) -> None:
+    """As when another thread detaches it between the two looks that `open` takes."""
+    [proxy] = shop.publish()
+    hold = shop.reader._hold
+
+    def hold_and_detach(proxy: Proxy) -> Any:
+        held = hold(proxy)
+        shop.reader.detach(proxy.pool)
+        return held
+
+    shop.reader._hold = hold_and_detach  # type: ignore[method-assign]
+    with pytest.raises(PeerGone, match="was detached"), shop.reader.open(proxy):
+        raise AssertionError("opened")
+
+
 def test_a_block_from_before_a_detach_says_nothing_of_the_pool_attached_again(shop: Shop) -> None:
     [proxy] = shop.publish()
     with shop.reader.open(proxy) as view:
@@ -352,9 +373,27 @@ def test_a_block_from_before_a_detach_says_nothing_of_the_pool_attached_again(sh
 
 
 def test_a_pool_is_attached_once(shop: Shop) -> None:
-    with pytest.raises(AttachRefused, match="cannot map"):
+    with pytest.raises(AttachRefused, match="is attached already"):
         shop.reader.attach(*shop.pool.export())
     assert shop.reader.pools == {shop.pool.description.pool}
+
+
+def test_of_two_threads_that_attach_a_pool_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pool.create(NBYTES, 8) as pool, Reader() as reader:
+        attached = []
+        create = AckPage.create
+
+        def create_late(*arguments: int) -> AckPage:
+            """While we attach, another thread does."""
+            monkeypatch.undo()
+            attached.append(reader.attach(*pool.export()))
+            return create(*arguments)
+
+        monkeypatch.setattr(AckPage, "create", create_late)
+        with pytest.raises(AttachRefused, match="is attached already"):
+            reader.attach(*pool.export())
+        assert pool.admit(*attached[0]) == 0
+        assert len(reader.pools) == 1
 
 
 def test_closing_detaches_everything() -> None:

@@ -185,7 +185,7 @@ def refused_tensors() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     yield "meta", "meta", lambda: torch.empty(3, device="meta")
     yield "nested", "nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     yield "bits", "bits8", lambda: torch.ones(3, dtype=torch.uint8).view(torch.bits8)
-    yield "sub-byte", "uint4", lambda: torch.ones(3, dtype=torch.uint8).view(torch.uint4)
+    yield "sub-byte", "uint4", lambda: torch.ones(3, dtype=torch.uint8).view(vars(torch)["uint4"])
     yield "big-endian", ">f4", lambda: np.ones(3, ">f4")
     yield "object", "object|O", lambda: np.array([{}], dtype=object)
     yield "structured", "V", lambda: np.zeros(3, [("a", "f4")])

@@ -26,6 +26,7 @@ from tensorferry.codecs.pool.control import AckPage, ControlPage
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
+WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
 
 
 class Export(Wire, frozen=True):
@@ -192,6 +193,8 @@ class Pool:
     def _lend(self, nbytes: int) -> Grant:
         with self._lock:
             self._check_open()
+            if nbytes >= WARM_FROM_NBYTES:
+                self._reclaim()
             while True:
                 try:
                     grant = self._ledger.lend(nbytes)

@@ -150,10 +150,10 @@ class Setup(msgspec.Struct, frozen=True):
     pooled_from_nbytes: int | None = None
 
 
-def drops_of(trace: Trace, preparation: Preparation, replay: Replay, error: str = "") -> list[Drop]:
+def drops_of(trace: Trace, preparation: Preparation, replay: Replay) -> list[Drop]:
     """Every row that was read and not sent, in the order of the file."""
-    reason, problem = ("interrupted", "") if replay.interrupted else ("deployment_failed", error)
-    unsent = [Drop(prepared.request.line, reason, problem) for prepared in replay.unsent]
+    reason = "interrupted" if replay.interrupted else "deployment_failed"
+    unsent = [Drop(prepared.request.line, reason, "") for prepared in replay.unsent]
     return sorted([*trace.drops, *preparation.drops, *unsent], key=lambda drop: drop.line)
 
 
@@ -170,7 +170,7 @@ def summarise(
     outcomes = replay.outcomes
     ok = [outcome for outcome in outcomes if outcome.status == "ok"]
     failed = [outcome for outcome in outcomes if outcome.status != "ok"]
-    drops = drops_of(trace, preparation, replay, error)
+    drops = drops_of(trace, preparation, replay)
     scheduled = setup.speed.ratio is not None
     lateness = quantiles(o.sent_ns - o.intended_ns for o in outcomes) if scheduled else None
     end_ns = max((o.done_ns for o in outcomes), default=0)

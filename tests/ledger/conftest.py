@@ -126,13 +126,12 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
     def lend(self, nbytes: int, told: set[int]) -> None:
         longest = max(self.free_runs(), default=0)
         possible = bool(self.fifo) and longest >= max(1, nbytes)
+        grant, said = None, (0, 0, 0)
         try:
             grant = self.ledger.lend(nbytes)
         except PoolFull as full:
             said = full.wanted_nbytes, full.longest_free_nbytes, full.free_slots
-        else:
-            said = None
-        if said is not None:
+        if grant is None:
             assert not possible, "refused although there was room"
             assert said == (nbytes, longest, len(self.fifo)), "refused with the wrong numbers"
             return
@@ -190,7 +189,7 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         if allowed and lent is not None:
             lent.settled = True
 
-    def everybody_acts(self, acts: list[tuple[bool, *tuple[int | None, ...]]]) -> None:
+    def everybody_acts(self, acts: list[tuple[Any, ...]]) -> None:
         """Each slot's holder may settle it, and its words may be written, by the rules or against them."""
         for lent in self.live:
             slot, generation = lent.grant[:2]

@@ -20,7 +20,6 @@ def say(what: object) -> None:
 async def drains(stop: Stop) -> None:
     say(type(asyncio.get_running_loop()).__module__)
     stop.announce_ready()
-    stop.announce_ready()  # once is enough, twice does no harm
     assert not stop.draining
     say("ready")
     await stop.wait_draining()
@@ -54,8 +53,25 @@ async def is_stuck(stop: Stop) -> None:
     threading.Event().wait()
 
 
+async def cleans_up_at_length(stop: Stop) -> None:
+    stop.announce_ready()
+    say("ready")
+    try:
+        await stop.wait_draining()
+        say("draining")
+        await asyncio.Event().wait()
+    finally:
+        say("cleaning")
+        await asyncio.sleep(0.2)
+        say("cleaned up")
+
+
 async def is_deaf(stop: Stop) -> None:
     stop.announce_ready()
+    await is_deaf_from_the_start(stop)
+
+
+async def is_deaf_from_the_start(stop: Stop) -> None:
     say("ready")
     while True:
         try:

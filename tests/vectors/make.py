@@ -30,7 +30,7 @@ CLIENT = wire.Origin("client", 0, 1)
 PROXY = wire.Proxy(0x7ABBCCDDEEFF0011, 4095, LARGEST >> 32, 1 << 30, "float32", (1024, 1176), 1, 1)
 SHARED = wire.Proxy(0x7ABBCCDDEEFF0011, 0, 1, 0, "bfloat16", (), 2, 3)
 INLINE = wire.Inline(0, "uint8", (0, 3, 224, 224))
-MARK = wire.Mark("received", 1_000_000_000_000)
+MARK = wire.Mark("received", 31_535_999_000_000_000)
 
 MESSAGES: dict[str, wire.Message] = {
     "hello": wire.Hello(1, TOKENIZER, "ipc:///run/user/1000/tensorferry/local/tokenizer-0", ("pool",)),
@@ -80,7 +80,7 @@ MESSAGES: dict[str, wire.Message] = {
         b"\x01\0\0\0" * 3,
         (wire.Span(0, 1, 2),),
         128,
-        1_030_000_000_000,
+        31_536_000_000_000_000,
     ),
     "admit, text only": wire.Admit(
         REQUEST, 0, SCHEDULER.epoch, TOKENIZER, (wire.Rank(1, SCHEDULER.epoch),), b"\x01\0\0\0", (), 0, LARGEST
@@ -97,7 +97,7 @@ MESSAGES: dict[str, wire.Message] = {
             wire.Item(1, "image", (1, 2, 2), 4, 1, CONTENT, INLINE),
             wire.Item(2, "video", (4, 32, 32), 4096, 1024, CONTENT, None),
         ),
-        1_030_000_000_000,
+        31_536_000_000_000_000,
     ),
     "embeddings": wire.Embeddings(
         REQUEST,

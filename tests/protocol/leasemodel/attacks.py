@@ -212,6 +212,13 @@ ATTACKS = [
         Law.ONE_WRITER,
     ),
     Attack(
+        "C2b",
+        "what a new life is sent is booked on the column of its former life",
+        Rules(a_column_is_of_one_life=False),
+        "a consumer dies",
+        Law.OVERLAP,
+    ),
+    Attack(
         "C3",
         "retired memory that importers still map does not count",
         Rules(retired_memory_counts_while_imported=False),

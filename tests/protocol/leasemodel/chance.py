@@ -9,7 +9,8 @@ from .rules import Gate
 from .world import BLANK, GONE, POISON, Answer, Encode, Life, Pool, Released, Wait, World, put
 
 if TYPE_CHECKING:
-    from .model import Model, Step
+    from .explore import Step
+    from .model import Model
 
 
 def offer(m: Model, w: World, steps: list[Step]) -> None:

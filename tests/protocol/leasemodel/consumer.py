@@ -27,7 +27,8 @@ from .world import (
 )
 
 if TYPE_CHECKING:
-    from .model import Model, Step
+    from .explore import Step
+    from .model import Model
 
 
 def offer(m: Model, w: World, steps: list[Step]) -> None:
@@ -139,7 +140,7 @@ def receive(m: Model, w: World, index: int, message: Encode) -> None:
     for old in w.lives[index].jobs:
         if old.state == "released" and old.lease[:2] == message.lease[:2]:
             w.job(index, old, None)
-    w.job(index, *[Job(message.lease, message.chunk, message.serial, *tag, message.group, copy=copy)] * 2)
+    w.job(index, None, Job(message.lease, message.chunk, message.serial, *tag, message.group, copy=copy))
 
 
 def _is_known(m: Model, w: World, index: int, lease: tuple[int, int, int]) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from .laws import LawBroken
 
-Step = tuple[bool, Callable[..., None], tuple[Any, ...]]
+#: (fair, function, arguments). A fair step happens sooner or later by itself; an unfair one may, or may not.
+Step = tuple[bool, Callable[..., Any], tuple[Any, ...]]
 
 
 class Searchable(Protocol):

@@ -11,7 +11,8 @@ from .laws import Law
 from .world import POISON, READY, TORN, AckPage, Read, Store, Wait, World, Write, put
 
 if TYPE_CHECKING:
-    from .model import Model, Step
+    from .explore import Step
+    from .model import Model
 
 
 def offer(m: Model, w: World, steps: list[Step]) -> None:

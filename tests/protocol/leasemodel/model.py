@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from tensorferry.codecs.pool.ledger import Ledger
 
 from . import chance, consumer, hardware, owner, producer, recycler
 from .books import Books
+from .explore import Step
 from .laws import Law, LawBroken
 from .rules import PROTOCOL, Rules
 from .world import BLANK, AckPage, Import, Life, Luck, Pool, Request, World
-
-#: (fair, function, arguments). A fair step happens sooner or later by itself; an unfair one may, or may not.
-Step = tuple[bool, Callable[..., None], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,11 @@ class Model:
     ) -> None:
         self.scenario, self.rules, self.watched = scenario, rules, watched
         self.books = Books(scenario.ranges, scenario.slots, ledger, scenario.first_generation)
-        self.tell: Callable[[str], None] | None = None  #: set while a trace is told
+        #: Set while a trace is told. Steps say what they do by `m.tell and m.tell(...)`, which costs a search nothing.
+        self.tell: Callable[[str], None] | None = None
 
     def broken(self, law: Law, story: str) -> None:
+        """A law does not hold. Ends the search by LawBroken, unless the search does not watch this law."""
         if law in self.watched:
             raise LawBroken(law, story)
 
@@ -109,6 +108,13 @@ class Model:
                 self.broken(Law.WEDGE, f"{w.name(page.life)} is dead and never struck")
         for grant in ledger.leases():
             lease = index, grant.slot, grant.generation
-            owing = {p.life for p in pool.pages if not p.struck and grant in ledger.outstanding(p.column)}
-            if not any(w.lives[life].state == "stopped" or (life, lease) in w.lost for life in owing):
-                self.broken(Law.LEAK, f"{w.lease_name(lease)} never comes back; it waits for {[*map(w.name, owing)]}")
+            owing = [
+                page.life
+                for page in pool.pages
+                if not page.struck
+                and grant in ledger.outstanding(page.column)
+                and page.words[grant.slot] != grant.generation
+            ]
+            if not owing or any(w.lives[life].running and (life, lease) not in w.lost for life in owing):
+                who = ", ".join(map(w.name, owing)) or "nobody"
+                self.broken(Law.LEAK, f"{w.lease_name(lease)} never comes back; it waits for {who}")

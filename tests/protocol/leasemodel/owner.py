@@ -8,7 +8,8 @@ from .laws import Law
 from .world import ERROR, Answer, Released, World
 
 if TYPE_CHECKING:
-    from .model import Model, Step
+    from .explore import Step
+    from .model import Model
 
 
 def offer(m: Model, w: World, steps: list[Step]) -> None:

@@ -69,7 +69,7 @@ class Pressure:
         return steps
 
     def take(self, w: Crowd, step: Step) -> Crowd:
-        new: Crowd = step[1](self, w, *step[2])  # type: ignore[func-returns-value]
+        new: Crowd = step[1](self, w, *step[2])
         return new
 
     def rest(self, w: Crowd) -> None:

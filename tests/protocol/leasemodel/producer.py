@@ -12,7 +12,8 @@ from .books import GRANULE
 from .world import GONE, READY, Draft, Encode, Part, Request, Store, World, Write, column_of, put
 
 if TYPE_CHECKING:
-    from .model import Model, Step
+    from .explore import Step
+    from .model import Model
 
 
 def offer(m: Model, w: World, steps: list[Step]) -> None:
@@ -95,6 +96,7 @@ def reserve(m: Model, w: World, pool_index: int, number: int) -> None:
     pool, request = w.pools[pool_index], w.requests[number]
     plan = request.plan or _plan(m, w, pool_index, number)
     book, grant = m.books.lend(pool.book)
+    assert isinstance(grant, Grant)
     draft = Draft(
         number, request.attempt, request.made, grant.slot, grant.generation, grant.offset // GRANULE, number % 2
     )
@@ -107,7 +109,7 @@ def reserve(m: Model, w: World, pool_index: int, number: int) -> None:
     w.pool(pool_index, book=book, lease=put(pool.lease, grant.slot, grant.generation))
     tag = (number, request.attempt, request.made)
     w.queue(pool.producer, draft.stream, Write(memory, lease, tag))
-    w.draft(pool.producer, draft, draft)
+    w.draft(pool.producer, None, draft)
     due = _due(m, number, request.due, plan, draft.part)
     w.request(number, plan=plan, made=request.made + 1, due=due)
 
@@ -178,6 +180,10 @@ def tell(m: Model, w: World, pool_index: int, draft: Draft) -> None:
 def _mark(m: Model, w: World, pool_index: int, draft: Draft, life: int) -> int:
     """The ledger is told that this life must acknowledge. Returns its column; GONE: it was struck, so is not told."""
     column = column_of(w, pool_index, life)
+    for page in w.pools[pool_index].pages if not m.rules.a_column_is_of_one_life else ():
+        if w.lives[page.life].who == w.lives[life].who and not page.struck:
+            column = page.column  # a fault: the rank has a column already
+            break
     book, refusal = m.books.dispatch(w.pools[pool_index].book, _grant(draft), column)
     if refusal is not None:
         m.tell and m.tell(f"the ledger refuses to name {w.name(life)}, so it is not told: {refusal}")
@@ -194,10 +200,11 @@ def _proxy(w: World, pool_index: int, draft: Draft, life: int, group: tuple[int,
 
 def send_refuses(m: Model, w: World, pool_index: int, draft: Draft) -> None:
     """A send refuses as a whole, which is certain: the peer is not connected."""
-    life = w.requests[draft.request].plan[draft.part].told[len(draft.told)]
+    part = w.requests[draft.request].plan[draft.part]
+    life = part.told[len(draft.told)]
     w.spend("refusals")
     producer = w.pools[pool_index].producer
-    column = _mark(m, w, pool_index, draft, life)
+    column = _mark(m, w, pool_index, draft, life) if life in part.need else GONE
     m.tell and m.tell(f"{w.name(producer)}'s send of {_lease_name(w, pool_index, draft)} to {w.name(life)} refuses")
     w.draft(producer, draft, draft._replace(refused=column))
     if column == GONE:

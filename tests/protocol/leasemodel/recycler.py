@@ -9,7 +9,8 @@ from .laws import Law
 from .world import BLANK, Released, World, column_of, put
 
 if TYPE_CHECKING:
-    from .model import Model, Step
+    from .explore import Step
+    from .model import Model
 
 
 def offer(m: Model, w: World, steps: list[Step]) -> None:

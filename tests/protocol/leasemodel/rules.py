@@ -23,6 +23,7 @@ class Rules:
     need_names_the_owner_alone: bool = True
     need_names_every_reader: bool = True  #: a packed lease has one owner, so two owners means two leases
     a_life_has_an_ack_page_of_its_own: bool = True
+    a_column_is_of_one_life: bool = True  #: a producer that hears of a new life forgets the old one's column
     released_messages_touch_the_ledger_only: bool = True
     # R3: a lease that is not ready becomes an error, never a value
     gate: Gate = Gate.HOST

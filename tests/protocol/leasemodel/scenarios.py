@@ -26,6 +26,8 @@ SMALL = {
         Scenario("all read", ranks=2, readers="all", luck=Luck(refusals=1)),
         Scenario("all read, one dies", ranks=2, readers="all", luck=Luck(refusals=1, kills=1)),
         Scenario("all read, one comes back", items=(1,), ranks=2, readers="all", luck=Luck(kills=1, restarts=1)),
+        Scenario("three read", items=(1,), ranks=3, readers="all", luck=Luck(kills=1)),
+        Scenario("both ends die", items=(1,), attempts=2, luck=Luck(kills=1, producer_kills=1, restarts=1)),
         Scenario("two owners", ranks=2, items=(2, 1), luck=Luck(cancels=1)),
         Scenario("a group", ranks=2, readers="group", luck=Luck(kills=1)),
         Scenario("a group, and rumours", ranks=2, readers="group", inline=True, luck=Luck(stops=1, rumours=1)),
@@ -109,12 +111,11 @@ LARGE = {
 LONG = {
     scenario.name: scenario
     for scenario in (
-        Scenario(
-            "one dies, one stops", ranks=2, attempts=2, inline=True, luck=Luck(kills=1, restarts=1, stops=1, cancels=1)
-        ),
-        Scenario("two die", attempts=2, luck=Luck(kills=2, restarts=2, cancels=1, deadlines=1)),
-        Scenario("both ends die", attempts=2, ranges=2, luck=Luck(kills=1, producer_kills=1, restarts=2, deadlines=1)),
-        Scenario("three read", ranks=3, readers="all", luck=Luck(refusals=1, kills=1)),
-        Scenario("two ranges and a group", ranks=2, ranges=2, readers="group", luck=Luck(kills=1, restarts=1)),
+        Scenario("one dies, one stops", ranks=2, attempts=2, inline=True, luck=Luck(kills=1, stops=1)),
+        Scenario("two lives end", luck=Luck(kills=2, restarts=2, cancels=1)),
+        Scenario("both ends die, two requests", attempts=2, luck=Luck(kills=1, producer_kills=1, restarts=1)),
+        Scenario("two ranges and a group", ranks=2, ranges=2, readers="group", luck=Luck(kills=1)),
+        Scenario("two ranges, one dies", ranges=2, luck=Luck(kills=1, restarts=1, cancels=1)),
+        Scenario("doubled mail and deaths", luck=Luck(duplicates=2, kills=1, restarts=1)),
     )
 }

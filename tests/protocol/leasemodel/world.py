@@ -259,12 +259,12 @@ class World:
     def request(self, index: int, **changes: Any) -> None:
         self.requests = put(self.requests, index, self.requests[index]._replace(**changes))
 
-    def job(self, index: int, old: Job, new: Job | None) -> None:
-        """Replace an entry of a reader table, or remove it."""
+    def job(self, index: int, old: Job | None, new: Job | None) -> None:
+        """Add an entry to a reader table (old: None), replace it, or remove it (new: None)."""
         jobs = self.lives[index].jobs
         self.life(index, jobs=tuple(sorted(job for job in (*(j for j in jobs if j != old), new) if job is not None)))
 
-    def draft(self, index: int, old: Draft, new: Draft | None) -> None:
+    def draft(self, index: int, old: Draft | None, new: Draft | None) -> None:
         drafts = self.lives[index].drafts
         self.life(index, drafts=tuple(d for d in (*(d for d in drafts if d != old), new) if d is not None))
 

@@ -1,0 +1,51 @@
+"""A processor and a model adapter that do nothing, so that what is left is the pipeline's own work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tensorferry.codecs.tensors import View
+from tensorferry.pipeline.config import LimitsSpec, ModelSpec
+from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.processors.base import Plan
+
+#: 256 patches of 1,024 float32 values: a feature of 1 MiB. 64 rows of 1,024 float16 values: embeddings of 128 KiB.
+PLAN = Plan("image", (1, 16, 16), (256, 1024), "float32", 64)
+_PAGE_NBYTES = 4096
+
+
+class NoProcessor:
+    """Makes the same feature of anything, and writes a byte in each of its pages."""
+
+    def __init__(self, options: Mapping[str, object], limits: LimitsSpec) -> None:
+        pass
+
+    def plan(self, data: bytes | memoryview) -> Plan:
+        return PLAN
+
+    def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
+        out.data[::_PAGE_NBYTES] = 1
+        return bytes(16)
+
+    def largest_item_nbytes(self) -> int:
+        return PLAN.nbytes
+
+    def rows_for(self, width: int, height: int) -> int:
+        return PLAN.rows
+
+    def size_for(self, rows: int, aspect: float) -> tuple[int, int]:
+        return 224, 224
+
+
+class NoAdapter:
+    """Borrows the feature, reads a byte in each of its pages, and makes embeddings of whatever was there."""
+
+    supports_cuda_vmm_feature_transport = False
+
+    def __init__(self, spec: ModelSpec, threads: int) -> None:
+        pass
+
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+        for item in items:
+            read = load([item.index]).data[::_PAGE_NBYTES].sum()
+            out(item.index, "embeddings", (item.rows, 1024), "float16").data[::_PAGE_NBYTES] = read

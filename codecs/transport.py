@@ -1,0 +1,288 @@
+"""Which transport a deployment uses: a pure function of what it asks for and of what its machine can do.
+
+`auto` walks down a ladder and says of every rung why it was refused; an explicit choice is taken or is an error, and
+never something less (promises P1-P4, P7; docs/transports.md explains the policy to users).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Literal
+
+import msgspec
+
+from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.facts import CudaFacts, Facts
+
+Transport = Literal["cpu", "shm", "cuda_ipc", "cuda_vmm"]
+TRANSPORTS: tuple[Transport, ...] = ("cpu", "shm", "cuda_ipc", "cuda_vmm")
+GPU_TRANSPORTS = frozenset({"cuda_ipc", "cuda_vmm"})
+
+#: What this version can run. The one place to change when a transport arrives.
+AVAILABLE: frozenset[Transport] = frozenset({"cpu", "shm"})
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a deployment asks for, and what its model is like."""
+
+    transport: Literal["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"] = "auto"
+    nodes: int = 1
+    pp_size: int = 1
+    multimodal: bool = True  #: False: the model takes text alone, so there is nothing to pool
+    opted_in: bool = False  #: the model's supports_cuda_vmm_feature_transport
+    disaggregated: bool = False  #: prefill and decode run apart
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a rung was not taken, and what would change that."""
+
+    rung: Transport
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}"
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The transport, why, and what stood higher on the ladder. handle: what a pool is passed on by; "": no pool."""
+
+    transport: Transport
+    reason: str
+    refusals: tuple[Refusal, ...] = ()
+    handle: str = ""
+    base_gpu: str = ""  #: name and UUID of the GPU the pool lies in
+
+
+def decide(wanted: Wanted, facts: Facts, available: Set[Transport] = AVAILABLE) -> Decision:
+    """The transport of a deployment on this machine.
+
+    Raises ConfigError, naming key and remedy, where the deployment explicitly asks for what will not work.
+    """
+    if wanted.transport == "auto":
+        return _automatic(wanted, facts, available)
+    refusal = obstacle(wanted.transport, wanted, facts) or not_yet(wanted.transport, available)
+    if refusal is not None:
+        problem = f"{refusal.rung} will not work here: {refusal}"
+        raise ConfigError("deployment", None, "transport", problem)
+    if not wanted.multimodal:
+        return Decision("cpu", TEXT_ONLY)
+    return _taken(wanted.transport, "the deployment file asks for it", (), wanted, facts)
+
+
+TEXT_ONLY = "the model takes text alone, so no pool is reserved"
+
+
+def _automatic(wanted: Wanted, facts: Facts, available: Set[Transport]) -> Decision:
+    if not wanted.multimodal:
+        return Decision("cpu", TEXT_ONLY)
+    refusals: list[Refusal] = []
+    for rung in _ladder(wanted, facts):
+        refusal = _unwise(rung, wanted) or obstacle(rung, wanted, facts) or not_yet(rung, available)
+        if refusal is None:
+            return _taken(rung, _why(rung, facts), tuple(refusals), wanted, facts)
+        refusals.append(refusal)
+    return Decision("cpu", "every pool was refused, so tensors travel inside messages", tuple(refusals))
+
+
+def _ladder(wanted: Wanted, facts: Facts) -> tuple[Transport, ...]:
+    """What `auto` tries, in order, before it settles for cpu."""
+    if wanted.nodes > 1:
+        return ("cuda_vmm",)
+    if wanted.disaggregated and facts.has_gpu:
+        return ("cuda_ipc",)
+    return ("cuda_ipc", "shm")
+
+
+def _why(rung: Transport, facts: Facts) -> str:
+    if rung == "cuda_ipc":
+        return "one node with NVIDIA CUDA"
+    if rung == "cuda_vmm":
+        return "several nodes in one NVLink domain, and the model has opted in"
+    return "one node, and cuda_ipc does not work here" if facts.has_gpu else "one node without CUDA"
+
+
+def _taken(transport: Transport, reason: str, refusals: tuple[Refusal, ...], wanted: Wanted, facts: Facts) -> Decision:
+    handles = {
+        "cpu": "",
+        "shm": "memfd",
+        "cuda_ipc": "CUDA IPC",
+        "cuda_vmm": "CUDA FABRIC" if wanted.nodes > 1 else "POSIX FD",
+    }
+    base_gpu = ""
+    if transport in GPU_TRANSPORTS and facts.cuda is not None:
+        base_gpu = f"{facts.cuda.gpus[0].name} {facts.cuda.gpus[0].uuid}"
+    return Decision(transport, reason, refusals, handles[transport], base_gpu)
+
+
+def startup_fields(
+    decision: Decision, *, budget_mb: int, workers: int, handle_cache: bool
+) -> dict[str, str | int | bool]:
+    """What the log says of a decision when a deployment starts (promise P4).
+
+    budget_mb: of the features' pools on this node, MiB, over all `workers`. Without a pool nothing is said of one.
+    """
+    fields: dict[str, str | int | bool] = {"transport": decision.transport, "reason": decision.reason}
+    if decision.transport == "cpu":
+        return fields
+    fields |= {"handle": decision.handle, "tokenizer_workers": workers, "mib_per_worker": budget_mb // workers}
+    if decision.transport in GPU_TRANSPORTS:
+        fields |= {
+            "hbm_budget_mib": budget_mb,
+            "base_gpu": decision.base_gpu,
+            "cost": "the pool takes HBM, so it reduces KV-cache headroom",
+            "when_full": "a tensor that finds the pool full travels as an inline CPU payload",
+        }
+    else:
+        fields |= {
+            "host_budget_mib": budget_mb,
+            "when_full": "a tensor that finds the pool full travels inside its message",
+        }
+    if decision.transport == "cuda_ipc":
+        fields["handle_cache"] = handle_cache
+    return fields
+
+
+# --- what may stand in the way
+
+
+def not_yet(rung: Transport, available: Set[Transport] = AVAILABLE) -> Refusal | None:
+    """Whether this version of tensorferry can run it at all."""
+    if rung in available:
+        return None
+    usable = ", ".join(one for one in ("shm", "cpu") if one in available)
+    return Refusal(rung, f"{rung} comes with a later version", f"use {usable} or auto until then")
+
+
+def obstacle(rung: Transport, wanted: Wanted, facts: Facts) -> Refusal | None:
+    """Why a transport would not work for this deployment on this machine; None: it would."""
+    found = _OBSTACLES[rung](wanted, facts)
+    return None if found is None else Refusal(rung, *found)
+
+
+Found = tuple[str, str] | None  #: reason and remedy
+
+
+def _unwise(rung: Transport, wanted: Wanted) -> Refusal | None:
+    """What `auto` keeps away from, though somebody who asks for it gets it."""
+    if rung not in GPU_TRANSPORTS or not wanted.disaggregated:
+        return None
+    return Refusal(rung, "prefill and decode are disaggregated", f"set transport: {rung} if every reader can import it")
+
+
+def _cpu(wanted: Wanted, facts: Facts) -> Found:
+    return None
+
+
+def _shm(wanted: Wanted, facts: Facts) -> Found:
+    if wanted.nodes > 1:
+        return f"shared memory is of one node, and nodes is {wanted.nodes}", "use cuda_vmm, cpu or auto, or nodes: 1"
+    if not facts.host.memfd.ok:
+        return (
+            f"sealed memory cannot be made and passed between processes ({facts.host.memfd})",
+            "allow memfd_create, pidfd_open and sendmsg in the container's seccomp profile and leave it some memory, "
+            "or use cpu",
+        )
+    return None
+
+
+def _cuda(facts: Facts) -> Found:
+    """What every GPU transport needs."""
+    cuda = facts.cuda or CudaFacts("nobody has looked for CUDA")
+    if facts.host.visible_problem:
+        return facts.host.visible_problem, "set it to indices, or to UUIDs as nvidia-smi -L prints them, each once"
+    if facts.host.visible == ():
+        return "CUDA_VISIBLE_DEVICES hides every GPU", "unset it, or name a GPU in it"
+    if cuda.missing:
+        return (
+            f"there is no NVIDIA CUDA here ({cuda.problem})",
+            "install the NVIDIA driver and cuda-python, or start the container with its GPUs (--gpus all); use shm "
+            "or cpu without",
+        )
+    if cuda.problem:
+        return f"CUDA does not come up ({cuda.problem})", "see that nvidia-smi and other CUDA programs run here"
+    if not cuda.gpus:
+        return "the driver shows no GPU", "start the container with its GPUs (--gpus all)"
+    if facts.host.wsl:
+        return (
+            f"this is WSL2 ({facts.host.kernel}), where processes cannot rely on sharing GPU memory",
+            "use shm here, or run on Linux itself",
+        )
+    if not cuda.words.ok:
+        return (
+            f"a GPU stream cannot signal through shared host memory ({cuda.words})",
+            "update the NVIDIA driver; in a container, raise the memlock limit (--ulimit memlock=-1)",
+        )
+    return None
+
+
+def _cuda_ipc(wanted: Wanted, facts: Facts) -> Found:
+    if wanted.nodes > 1:
+        return f"CUDA IPC is of one node, and nodes is {wanted.nodes}", "use cuda_vmm, cpu or auto, or nodes: 1"
+    if (found := _cuda(facts)) is not None:
+        return found
+    assert facts.cuda is not None
+    if not facts.cuda.ipc.ok:
+        where = " on a MIG instance" if facts.cuda.gpus[0].mig else ""
+        return (
+            f"a second process cannot open GPU memory by CUDA IPC{where} ({facts.cuda.ipc})",
+            "run all processes in one container (or with --ipc=host) on the same GPU instances; or use cuda_vmm or shm",
+        )
+    return None
+
+
+def _cuda_vmm(wanted: Wanted, facts: Facts) -> Found:
+    if wanted.pp_size != 1:
+        return f"cuda_vmm needs pp_size 1, not {wanted.pp_size}", "use cuda_ipc, shm, cpu or auto"
+    if (found := _cuda(facts)) is not None:
+        return found
+    assert facts.cuda is not None
+    found = _fabric(facts, facts.cuda) if wanted.nodes > 1 else _descriptors(facts.cuda)
+    if found is None and not wanted.opted_in:
+        return (
+            "the model has not opted in to cuda_vmm",
+            "set supports_cuda_vmm_feature_transport = True on its adapter once it is known to work with it, or use "
+            "another transport",
+        )
+    return found
+
+
+def _fabric(facts: Facts, cuda: CudaFacts) -> Found:
+    """Across nodes."""
+    if not cuda.gpus[0].mnnvl:
+        return (
+            f"{cuda.gpus[0].name} is not in a multi-node NVLink domain (MNNVL: GB200 or GB300 class)",
+            "use cpu across these nodes, or one node",
+        )
+    if not facts.host.imex:
+        return (
+            "MNNVL found but no IMEX channel is mounted",
+            "mount /dev/nvidia-caps-imex-channels/channel0 into every container (and run nvidia-imex on every node)",
+        )
+    if not cuda.fabric.ok:
+        return (
+            f"FABRIC handles do not work ({cuda.fabric})",
+            "check that nvidia-imex runs on every node of the domain (nvidia-imex-ctl -N) and that all containers have "
+            "the same channel",
+        )
+    return None
+
+
+def _descriptors(cuda: CudaFacts) -> Found:
+    """Within a node."""
+    if not cuda.gpus[0].vmm:
+        return f"{cuda.gpus[0].name} has no virtual memory management", "update the driver, or use cuda_ipc or shm"
+    if not cuda.posix_fd.ok:
+        return (
+            f"GPU memory cannot be shared by file descriptor ({cuda.posix_fd})",
+            "run all processes as one user in one container, or use cuda_ipc or shm",
+        )
+    return None
+
+
+_OBSTACLES: dict[Transport, Callable[[Wanted, Facts], Found]] = {
+    "cpu": _cpu,
+    "shm": _shm,
+    "cuda_ipc": _cuda_ipc,
+    "cuda_vmm": _cuda_vmm,
+}

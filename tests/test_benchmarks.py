@@ -1,0 +1,122 @@
+"""Every benchmark runs to its end, and every contender hands over what it was given. Of speed nothing is asserted."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from benchmarks.codec import Twins, request
+from benchmarks.contenders import CONTENDERS, OURS
+from benchmarks.pair import Pair
+from benchmarks.results import Measurement, Outcome, Verdict, measurement, quantile, speedup
+from benchmarks.run import BENCHMARKS, Report
+from benchmarks.sides import Answered, Setup, stamp
+from benchmarks.tables import table
+
+from tensorferry.codecs import messages as wire
+
+ROOT = Path(__file__).parents[1]
+NBYTES = 64 << 10
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_runs_to_its_table(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.run", "--only", name, "--smoke", "--json", str(file)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    report = msgspec.json.decode(file.read_bytes(), type=Report)
+    assert report.machine.cores > 0
+    [outcome] = report.outcomes
+    assert outcome.name == name
+    assert outcome.measurements
+    for found in outcome.measurements:
+        assert found.samples > 0
+        assert found.p10 <= found.p50 <= found.p90
+        assert not (found.safe and found.details.get("wrong"))
+    assert outcome.title in ran.stdout
+    for verdict in outcome.verdicts:
+        assert verdict.floor in ran.stdout
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_contender_hands_over_what_it_was_given(contender: str) -> None:
+    with Pair(contender, NBYTES, full=True) as pair:
+        found = pair.round(5)
+    assert found.wrong == 0
+    assert len(found.latencies_ns) == len(found.held_ns) == 5
+    assert 0 < min(found.latencies_ns)
+    assert max(found.latencies_ns) <= found.elapsed_ns
+
+
+def test_several_may_be_in_flight() -> None:
+    with Pair("in place", NBYTES, window=4) as pair:
+        rounds = [pair.round(16), pair.round(16)]
+    assert [len(found.latencies_ns) for found in rounds] == [16, 16]
+    assert rounds[0].wrong == rounds[1].wrong == 0
+
+
+def test_a_contender_that_mixes_up_bytes_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair is told that an unsafe rival is safe, which it is not with several messages in flight."""
+    unsafe = "msgpack frames, unsafe"
+    monkeypatch.setattr(CONTENDERS[unsafe], "safe", True)
+    with Pair(unsafe, 4 << 20, window=8) as pair, pytest.raises(RuntimeError, match="messages arrived wrong"):
+        pair.round(200)
+
+
+def test_an_answer_tells_messages_apart() -> None:
+    setup = Setup("in place", NBYTES, 1, False, NBYTES, "", None)  # type: ignore[arg-type]
+    right = Answered(number=7, read_at_ns=1, total=stamp(7) * NBYTES // 4096, faults=0, cpu_ns=0)
+    assert setup.is_right(right)
+    assert not setup.is_right(right._replace(number=8))
+    assert not setup.is_right(right._replace(total=right.total - stamp(7)))
+
+
+def test_ours_do_not_import_torch() -> None:
+    code = "import sys, benchmarks.pair; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert {"in place", "copied in", "inline"} <= OURS < CONTENDERS.keys()
+
+
+def test_the_unchecked_twin_is_the_same_on_the_wire_and_takes_what_the_checked_refuses() -> None:
+    twins = Twins()
+    decode = msgspec.msgpack.Decoder(twins.of(wire.Message)).decode
+    for message in request():
+        assert msgspec.msgpack.encode(twins.like(message)) == msgspec.msgpack.encode(message)
+    wrong = msgspec.msgpack.encode(wire.Cancel(b"too short", 0))
+    assert decode(wrong).request == b"too short"
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(wrong, type=wire.Message)
+
+
+def test_numbers_are_compared_the_right_way_round() -> None:
+    times = Outcome("", "", (measurement("ours", "ms", [1.0]), measurement("theirs", "ms", [4.0])))
+    rates = Outcome("", "", (measurement("ours", "GiB/s", [4.0]), measurement("theirs", "GiB/s", [1.0])))
+    assert speedup(times, "ours", "theirs") == speedup(rates, "ours", "theirs") == 4
+    assert speedup(times, "ours", "nobody") is None
+    assert Verdict.of("", 4, ">=", 4).met
+    assert not Verdict.of("", math.nextafter(4, 5), "<=", 4).met
+    assert not Verdict.of("", None, ">=", 4).met
+    assert quantile([3, 1, 2], 0.5) == 2
+    assert quantile(range(100), 0.9) == 90
+
+
+def test_a_table_is_markdown() -> None:
+    outcome = Outcome(
+        "name", "Title", (Measurement("one", "ms", 1234.5, 0.01234, 7, 3),), (Verdict("floor", 5.55, "<=", 6, True),)
+    )
+    assert table(outcome).splitlines() == [
+        "### Title",
+        "",
+        "|     | p50, ms |    p10 | p90 |",
+        "| --- | ------- | ------ | --- |",
+        "| one |   1,234 | 0.0123 |   7 |",
+        "",
+        "| floor | measured | limit | met |",
+        "| ----- | -------- | ----- | --- |",
+        "| floor |     5.55 |  <= 6 | yes |",
+    ]

@@ -1,0 +1,307 @@
+"""What is logged can be read by machines and forged by nobody; what is counted adds up and is served on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline.telemetry import COUNTERS, Counters
+
+DEADLINE_S = 20.0
+
+PRELUDE = """
+import asyncio, logging, sys, threading
+import structlog
+from structlog.contextvars import bound_contextvars
+from tensorferry.codecs.errors import BadItem
+from tensorferry.pipeline.config import TelemetrySpec
+from tensorferry.pipeline.telemetry import configure
+log = structlog.get_logger()  # before it is configured, as modules do
+"""
+
+
+@pytest.fixture
+def logged() -> Callable[..., str]:
+    """logged(code): what a new process that runs it writes to stderr."""
+
+    def run(code: str) -> str:
+        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
+        done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=True, cwd="/")
+        assert done.stdout == b""  # standard output is for results
+        return done.stderr.decode()
+
+    return run
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# --- logs -----------------------------------------------------------------------------------------------
+
+
+def test_a_json_line_is_complete_wherever_it_comes_from(logged):
+    text = logged(
+        """
+        configure(TelemetrySpec(log_format="json"), stage="encoder", rank=3, epoch=77)
+        async def request(number):
+            with bound_contextvars(request=bytes([number] * 16)):
+                await asyncio.sleep(0)
+                log.info("encoded", nbytes=number)
+        async def main():
+            async with asyncio.TaskGroup() as tasks:
+                for number in (1, 2):
+                    tasks.create_task(request(number))
+        asyncio.run(main())
+        thread = threading.Thread(target=lambda: log.warning("warned", view=memoryview(b"\\x0a")))
+        thread.start()
+        thread.join()
+        """
+    )
+    one, two, three = lines(text)
+    for line in (one, two, three):
+        assert (line["stage"], line["rank"], line["epoch"]) == ("encoder", 3, 77)
+        at = datetime.fromisoformat(line["timestamp"])
+        assert at.tzinfo is not None
+        assert abs(datetime.now(UTC) - at) < timedelta(minutes=1)
+    assert [(line["event"], line["nbytes"], line["request"], line["level"]) for line in (one, two)] == [
+        ("encoded", 1, "01" * 16, "info"),
+        ("encoded", 2, "02" * 16, "info"),
+    ]
+    assert (three["event"], three["level"], three["view"]) == ("warned", "warning", "0a")
+    assert "request" not in three
+
+
+@pytest.mark.parametrize(("level", "heard"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
+def test_the_level_is_a_floor(logged, level, heard):
+    text = logged(
+        f"""
+        configure(TelemetrySpec(log_format="json", log_level="{level}"))
+        for method in (log.debug, log.info, log.warning, log.error):
+            method("happened")
+        """
+    )
+    assert len(lines(text)) == heard
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_peer_cannot_forge_a_line_or_steer_the_terminal(logged, form):
+    text = logged(
+        f"""
+        configure(TelemetrySpec(log_format="{form}"), stage="tokenizer", rank=0)
+        said = dict(problem="bad\\n2026-01-01 [info] paid", one="\\x1b[2J", two="\\u202e", three="\\ud800")
+        log.warning("refused", **said, name="größe")
+        """
+    )
+    assert len(text.splitlines()) == 1
+    assert "\x1b[2J" not in text
+    assert "\u202e" not in text
+    assert "paid" in text
+    assert ("größe" in text) or json.loads(text)["name"] == "größe"
+
+
+def test_a_console_line_can_be_read(logged):
+    text = logged(
+        """
+        configure(TelemetrySpec(), stage="encoder", rank=3)
+        log.info("encoded", nbytes=8, transport="shm", request=bytes(2))
+        """
+    )
+    assert re.fullmatch(r"20\S+Z \[info +\] encoded +nbytes=8 rank=3 request=0000 stage=encoder transport=shm\n", text)
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_traceback_tells_where_and_not_what_users_sent(logged, form):
+    text = logged(
+        f"""
+        configure(TelemetrySpec(log_format="{form}"))
+        def encode(prompt):
+            raise BadItem(3, "broken")
+        try:
+            encode("a secret " + str(1234))
+        except BadItem:
+            log.exception("failed")
+        """
+    )
+    assert "BadItem" in text
+    assert "item 3: broken" in text
+    assert "in encode" in text or '"name": "encode"' in text
+    assert "a secret 1234" not in text
+    assert len(text.splitlines()) == 1 or form == "console"
+
+
+def test_what_libraries_log_is_an_event_too(logged):
+    text = logged(
+        """
+        configure(TelemetrySpec(log_format="json"), stage="encoder", rank=3)
+        logging.getLogger("lib").info("not this")
+        logging.getLogger("lib").warning("careful: %s", "x")
+        logging.getLogger("lib").log(35, "odd level")
+        logging.getLogger("lib").warning("broken %d", "format")
+        async def fail():
+            raise BadItem(1, "lost")
+        async def main():
+            task = asyncio.create_task(fail())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            del task
+        asyncio.run(main())
+        """
+    )
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert [(line["level"], line["library"]) for line in found] == [
+        ("warning", "lib"), ("warning", "lib"), ("error", "asyncio"),
+    ]  # fmt: skip
+    assert found[0]["text"] == "careful: x"
+    assert "never retrieved" in found[2]["text"]
+    assert found[2]["exception"][0]["exc_type"] == "BadItem"
+    assert all(line["stage"] == "encoder" for line in found)
+    assert "--- Logging error ---" in text  # the broken one, and the process lived on
+
+
+def test_the_last_configuration_counts_and_the_present_stderr(logged):
+    text = logged(
+        """
+        import io
+        configure(TelemetrySpec(log_format="json"), stage="encoder")
+        log.info("one")
+        configure(TelemetrySpec(log_format="json", log_level="error"), rank=1)
+        log.info("two")
+        log.error("three")
+        true, sys.stderr = sys.stderr, io.StringIO()
+        log.error("four")
+        sys.stderr.close()
+        sys.stderr = true
+        log.error("five")
+        """
+    )
+    assert [(line["event"], line.get("stage"), line.get("rank")) for line in lines(text)] == [
+        ("one", "encoder", None), ("three", None, 1), ("five", None, 1),
+    ]  # fmt: skip
+
+
+# --- counters -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counters() -> Iterator[Counters]:
+    made = Counters(stage="encoder", rank=3)
+    yield made
+    made.close()
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_what_is_counted_adds_up(counters):
+    counters.count("requests_ok")
+    counters.count("requests_ok", 2)
+    counters.count("requests_failed", kind="BadItem", item=1)
+    counters.count("requests_failed", item=1, kind="BadItem")
+    counters.count("requests_busy", 0)
+    counters.gauge("pool_lent_nbytes", 10)
+    counters.gauge("pool_lent_nbytes", 7)
+    assert counters.value("requests_ok") == 3
+    assert counters.value("requests_failed", kind="BadItem", item=1) == 2
+    assert counters.value("requests_failed") == counters.value("requests_busy") == 0
+    assert counters.value("pool_lent_nbytes") == 7
+    assert counters.value("pool_free_nbytes") == 0
+    assert Counters().value("requests_ok") == 0  # each is on its own
+
+
+@pytest.mark.parametrize(
+    "misuse", [("count", "no_such"), ("count", "requests_ok", -1), ("gauge", "requests_ok", 1), ("gauge", "a b", 1)]
+)
+def test_a_bug_in_counting_is_loud(counters, misuse):
+    method, *arguments = misuse
+    with pytest.raises(AssertionError):
+        getattr(counters, method)(*arguments)
+
+
+def test_threads_count_exactly(counters):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: [counters.count("pool_full_fallbacks") for _ in range(5000)], range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert counters.value("pool_full_fallbacks") == 40_000
+
+
+def test_s4_prometheus_reads_every_counter_with_its_help(counters):
+    port = counters.serve(0)
+    counters.count("requests_ok", 5)
+    counters.count("messages_refused", kind='odd"\n')
+    counters.gauge("pool_lent_nbytes", 4096.5)
+    text = scrape(port)
+    for name, meaning in COUNTERS.items():
+        assert f"# HELP tensorferry_{name}_total {meaning}\n# TYPE tensorferry_{name}_total counter\n" in text
+    assert 'tensorferry_requests_ok_total{rank="3",stage="encoder"} 5.0\n' in text
+    assert 'tensorferry_requests_failed_total{rank="3",stage="encoder"} 0.0\n' in text
+    assert r'tensorferry_messages_refused_total{kind="odd\"\n",rank="3",stage="encoder"} 1.0' in text
+    assert "# HELP tensorferry_pool_lent_nbytes pool lent nbytes\n# TYPE tensorferry_pool_lent_nbytes gauge\n" in text
+    assert 'tensorferry_pool_lent_nbytes{rank="3",stage="encoder"} 4096.5\n' in text
+    assert text.count("# TYPE") == len(COUNTERS) + 1
+    counters.count("requests_ok")
+    assert 'tensorferry_requests_ok_total{rank="3",stage="encoder"} 6.0\n' in scrape(port)
+
+
+def test_b28_metrics_are_served_on_loopback_alone(counters):
+    port = counters.serve(0)
+    bound = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        if os.path.exists(table)
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"  # listening
+    ]
+    assert bound == [f"0100007F:{port:04X}"]
+
+
+def test_a_port_that_is_taken_is_a_clear_error(counters):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(DeploymentError, match=rf"on 127.0.0.1:{port}: .*in use.*telemetry.prometheus_port"):
+            counters.serve(port)
+    assert counters.serve(port) == port
+
+
+def test_closing_frees_the_port(counters):
+    port = counters.serve(0)
+    scrape(port)
+    counters.close()
+    counters.close()
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_nobody_pays_for_prometheus_who_has_no_port(logged):
+    logged(
+        """
+        from tensorferry.pipeline.telemetry import Counters
+        counters = Counters()
+        counters.count("requests_ok")
+        counters.close()
+        assert not [name for name in sys.modules if name.startswith("prometheus")]
+        """
+    )
