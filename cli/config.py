@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import click
 
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.config import Deployment, load, require_available, resolved
+from tensorferry.pipeline.migration import Deprecation, Tell
 from tensorferry.stages.adapters.registry import check_model, supports_cuda_vmm_feature_transport
 from tensorferry.stages.engines.registry import check_engine
 from tensorferry.stages.processors.registry import make_processor
@@ -30,12 +32,19 @@ def set_option(command: F) -> F:
     )(command)
 
 
-def load_deployment(file: Path, settings: Sequence[str] = ()) -> Deployment:
+def load_deployment(
+    file: Path,
+    settings: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] = os.environ,
+    tell: Tell = lambda deprecation: None,
+) -> Deployment:
     """The deployment of FILE with its settings, checked against the processors, adapters and engines there are.
 
-    Raises ConfigError; imports no torch.
+    environ: where deprecated variables are read. tell: hears of every deprecated setting. Raises ConfigError; imports
+    no torch.
     """
-    return load(file, settings, check=_check, largest_item_nbytes=_largest_item_nbytes)
+    return load(file, settings, environ=environ, tell=tell, check=_check, largest_item_nbytes=_largest_item_nbytes)
 
 
 def _check(deployment: Deployment) -> None:
@@ -65,8 +74,11 @@ def check(file: Path, settings: tuple[str, ...]) -> None:
 
     Exit status 2 where it is not, with the file, line and key to blame.
     """
-    deployment = load_deployment(file, settings)
+    notes: list[Deprecation] = []
+    deployment = load_deployment(file, settings, tell=notes.append)
     click.echo(f"{click.format_filename(file)}: ok")
+    for note in notes:
+        click.echo(f"note: {note}")
     try:
         require_available(deployment)
     except ConfigError as later:

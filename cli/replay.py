@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.transport import load_to_run
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
 from tensorferry.pipeline.replay.photos import load_photos
@@ -78,11 +79,13 @@ def command(
     Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok; 2 wrong usage, 1 it could not be run.
     """
     deployment = load_deployment(file, settings)
-    if not attach and deployment.telemetry.log_level == "info" and not _says_log_level(settings):
-        settings = (*settings, "telemetry.log_level=warning")  # a line per request and stage drowns the progress
-        deployment = load_deployment(file, settings)
-    require_available(deployment)
-    configure(deployment.telemetry)
+    if attach:
+        require_available(deployment)
+        configure(deployment.telemetry)
+    else:
+        if deployment.telemetry.log_level == "info" and not _says_log_level(settings):
+            settings = (*settings, "telemetry.log_level=warning")  # a line per request and stage drowns the progress
+        deployment, settings = load_to_run(file, settings)
     if out is not None:
         _make_folder(out)
     recorded = read_trace(trace, limit=limit)

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.config import require_available
 from tensorferry.pipeline.lifecycle import Tether, run_process
@@ -32,8 +33,11 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
     tether = Tether.taken_from(os.environ)
     if tether is not None:
         tether.hold()
-    deployment = load_deployment(file, settings)
-    require_available(deployment)
+    if tether is None:
+        deployment, _ = load_to_run(file, settings, stage=stage, rank=rank)
+    else:  # the supervisor has decided, and told its log
+        deployment = load_deployment(file, settings)
+        require_available(deployment)
     ranks = ranks_of(deployment)[stage]
     if not 0 <= rank < ranks:
         raise click.BadParameter(
@@ -43,6 +47,8 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
     if tether is not None and tether.deployment != digest(deployment):
         problem = "was changed while the deployment was starting; start it again"
         raise ConfigError(str(file), None, "", problem)
+    if deployment.transport == "auto":  # under a supervisor that is not ours
+        deployment = settle(deployment)
     main = import_module(f"tensorferry.stages.{stage}").main
     status = run_process(
         lambda stop: main(deployment, rank, stop),

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from tensorferry.cli.config import load_deployment, set_option
-from tensorferry.pipeline import telemetry
-from tensorferry.pipeline.config import require_available
+from tensorferry.cli.config import set_option
+from tensorferry.cli.transport import load_to_run
 from tensorferry.pipeline.lifecycle import Stop, run_process
 from tensorferry.pipeline.stage import ranks_of
 from tensorferry.pipeline.supervisor import CANCEL_S, KILL_S, Supervisor
@@ -24,9 +23,7 @@ def command(ctx: click.Context, file: Path, settings: tuple[str, ...]) -> None:
     The first Ctrl-C (SIGINT, SIGTERM) drains it, a second one cancels it. Exit status: 0 drained, 1 it could not
     start, a stage died, or it did not drain within timeouts.drain_s; 130 cancelled; 2 wrong usage or deployment file.
     """
-    deployment = load_deployment(file, settings)
-    require_available(deployment)
-    telemetry.configure(deployment.telemetry, stage="supervisor")
+    deployment, settings = load_to_run(file, settings, stage="supervisor")
 
     async def main(stop: Stop) -> None:
         async with Supervisor.running(deployment, file, settings):

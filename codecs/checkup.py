@@ -6,121 +6,147 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tensorferry.codecs.facts import Facts, Trial
+from tensorferry.codecs.facts import CudaFacts, Facts, HostFacts
 
 MIB = 1 << 20
-OPEN_FILES = 4096  #: enough for 64 processes that each know the others
+OPEN_FILES = 4096  #: enough for 64 processes that all know each other
 SHM_NBYTES = 1 << 30
-SECCOMP = ("off", "strict", "filter")
+MEMLOCK_NBYTES = 64 * MIB
+CONNECTIONS = 8  #: CUDA's default number of hardware queues, and how many held streams stop a process (H200)
+SECCOMP = {0: "off", 1: "strict", 2: "filter"}
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One thing looked at. remedy: what to do where it is not ok, or what it means."""
+    """One thing looked at. advice: what to do where it is not ok, or else what it means."""
 
     name: str
     ok: bool
     found: str
-    remedy: str = ""
+    advice: str = ""
 
 
 def checkup(facts: Facts) -> tuple[Check, ...]:
-    """Every check that applies here, those of the container first."""
-    return (*_host(facts), *_cuda(facts))
+    """Every check that applies here, those of node and container first."""
+    in_domain = facts.cuda is not None and any(gpu.mnnvl for gpu in facts.cuda.gpus)
+    return (*_host(facts.host, in_domain), *_environment(facts), *_cuda(facts, in_domain))
 
 
-def _host(facts: Facts) -> Iterator[Check]:
+def _host(host: HostFacts, in_domain: bool) -> Iterator[Check]:
+    yield Check(
+        "kernel", not host.wsl, host.kernel, "WSL2: share no GPU memory between processes here" if host.wsl else ""
+    )
+    yield Check(
+        "sealed memory",
+        host.memfd.ok,
+        str(host.memfd),
+        "" if host.memfd.ok else "allow memfd_create, pidfd_open and sendmsg (seccomp), and leave some memory",
+    )
+    yield Check("available memory", True, _size(host.available_nbytes), "what all host pools together must fit in")
+    yield Check(
+        "/dev/shm",
+        host.shm_nbytes is not None and host.shm_nbytes >= SHM_NBYTES,
+        "not mounted" if host.shm_nbytes is None else _size(host.shm_nbytes),
+        "tensorferry does not use it, but engines do: --shm-size=1g or more",
+    )
+    yield Check(
+        "memlock",
+        host.memlock_nbytes is None or host.memlock_nbytes >= MEMLOCK_NBYTES,
+        "unlimited" if host.memlock_nbytes is None else _size(host.memlock_nbytes),
+        "some drivers count host pages registered with CUDA against it: --ulimit memlock=-1",
+    )
+    yield Check(
+        "open files",
+        host.open_files is None or host.open_files >= OPEN_FILES,
+        "unlimited" if host.open_files is None else f"{host.open_files} descriptors",
+        f"a large deployment needs more than 1024: ulimit -n {OPEN_FILES}, or --ulimit nofile={OPEN_FILES}",
+    )
+    yield Check(
+        "seccomp",
+        True,
+        SECCOMP.get(host.seccomp, str(host.seccomp)),
+        "a filter may forbid system calls; those that matter were tried (sealed memory)" if host.seccomp else "",
+    )
+    yield Check(
+        "process ids",
+        True,
+        "a namespace of its own" if host.nested_pids else "those of the node",
+        "all stages must share it (docker --pid, Kubernetes shareProcessNamespace)" if host.nested_pids else "",
+    )
+    yield Check(
+        "IMEX channel",
+        host.imex or not in_domain,
+        "channel0 is mounted" if host.imex else "none",
+        "cuda_vmm across nodes needs it: mount /dev/nvidia-caps-imex-channels/channel0",
+    )
+
+
+def _environment(facts: Facts) -> Iterator[Check]:
     host = facts.host
-    yield Check("kernel", not host.wsl, host.kernel, "WSL2 does not share GPU memory reliably" if host.wsl else "")
-    yield Check("sealed memory", host.memfd.ok, str(host.memfd), "allow memfd_create and pidfd_open (seccomp)")
-    yield Check("available memory", True, _size(host.available_nbytes))
-    small = (host.shm_nbytes or 0) < SHM_NBYTES
-    found = "not mounted" if host.shm_nbytes is None else _size(host.shm_nbytes)
-    yield Check(
-        "/dev/shm", not small, found, "tensorferry does not use it, but engines do: start the container with --shm-size"
-    )
-    low = host.memlock_nbytes is not None and host.memlock_nbytes < 64 * MIB
-    found = "unlimited" if host.memlock_nbytes is None else _size(host.memlock_nbytes)
-    yield Check("memlock", not low, found, "registering host pools with CUDA may need more: --ulimit memlock=-1")
-    few = host.open_files is not None and host.open_files < OPEN_FILES
-    found = "unlimited" if host.open_files is None else f"{host.open_files} descriptors"
-    yield Check(
-        "open files", not few, found, f"a large deployment needs more: ulimit -n {OPEN_FILES}, or --ulimit nofile"
-    )
-    yield Check("seccomp", True, SECCOMP[host.seccomp] if host.seccomp < len(SECCOMP) else str(host.seccomp))
-    nested = "own namespace" if host.nested_pids else "the node's"
-    yield Check("process ids", True, nested, "descriptors go over sockets, so this is fine" if host.nested_pids else "")
-    channel = "channel0 is mounted" if host.imex else "no channel"
-    remedy = "needed by cuda_vmm across nodes alone: mount /dev/nvidia-caps-imex-channels/channel0"
-    yield Check("IMEX", host.imex or not _in_domain(facts), channel, remedy)
-
-
-def _cuda(facts: Facts) -> Iterator[Check]:
-    host, cuda = facts.host, facts.cuda
     if host.visible_problem:
         yield Check("CUDA_VISIBLE_DEVICES", False, host.visible_problem, "name each GPU once, as nvidia-smi -L does")
     elif host.visible is not None:
-        named = ",".join(host.visible) or "no GPU"
-        seen = len(cuda.gpus) if facts.has_gpu and cuda is not None else 0
+        shown = len(facts.cuda.gpus) if facts.cuda is not None else 0
         yield Check(
             "CUDA_VISIBLE_DEVICES",
-            seen == len(host.visible) or not facts.has_gpu,
-            f"{named}; CUDA shows {seen}",
-            "an index or UUID that is not there hides itself and what follows",
+            shown == len(host.visible) or not facts.has_gpu,
+            f"{','.join(host.visible) or 'no GPU'} ({shown} found)",
+            "a GPU that is not there hides itself and all that follow",
         )
+    few = host.max_connections.isdigit() and int(host.max_connections) < CONNECTIONS
+    yield Check(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        not few,
+        host.max_connections or "not set",
+        f"with so few, a stream of the engine's that waits can stop its process: {CONNECTIONS} or more" if few else "",
+    )
+    yield Check(
+        "CUDA_MODULE_LOADING",
+        True,
+        host.module_loading or "not set",
+        "" if host.module_loading.upper() == "EAGER" else "LAZY: the first launch of a kernel waits for other streams",
+    )
+
+
+def _cuda(facts: Facts, in_domain: bool) -> Iterator[Check]:
+    cuda = facts.cuda
     if cuda is None:
         return
     if cuda.problem:
         yield Check("CUDA driver", False, cuda.problem, "install it, or start the container with --gpus all")
         return
-    yield Check("CUDA driver", True, f"API {cuda.driver // 1000}.{cuda.driver % 1000 // 10}")
+    yield Check("CUDA driver", True, f"API {cuda.driver // 1000}.{cuda.driver % 1000 // 10}, {len(cuda.gpus)} GPUs")
     for index, gpu in enumerate(cuda.gpus):
         flags = {"VMM": gpu.vmm, "POSIX FD": gpu.posix_fd, "FABRIC": gpu.fabric, "MNNVL": gpu.mnnvl, "MIG": gpu.mig}
-        said = ", ".join(name for name, flag in flags.items() if flag) or "nothing"
-        yield Check(f"GPU {index}", True, f"{gpu.name} {gpu.uuid}: says {said}")
-        alone = len(cuda.gpus) > 1 and len(gpu.peers) < len(cuda.gpus) - 1
+        said = ", ".join(name for name, flag in flags.items() if flag) or "none of them"
+        yield Check(f"GPU {index}", True, f"{gpu.name} {gpu.uuid}", f"flags: {said}")
         if len(cuda.gpus) > 1:
-            reach = ",".join(map(str, gpu.peers)) or "no other GPU"
-            remedy = "features for a GPU out of reach go through host memory; see nvidia-smi topo -p2p r"
-            yield Check(f"GPU {index} peers", not alone, f"reaches {reach}", remedy)
-    trials: list[tuple[str, Trial | None]] = [
-        ("stream words", cuda.words),
-        ("CUDA IPC", cuda.ipc),
-        ("CUDA IPC to GPU 1", cuda.peer),
-        ("POSIX FD handles", cuda.posix_fd),
-        ("FABRIC handles", cuda.fabric),
-    ]
-    for name, trial in trials:
-        if trial is not None:
-            needed = name != "FABRIC handles" or _in_domain(facts)
-            remedy = "" if trial.ok else "tried for real between two processes, whatever the flags say"
-            yield Check(name, trial.ok or not needed, str(trial), remedy)
-    mps = host.mps or any(gpu.mps for gpu in cuda.gpus)
+            yield Check(
+                f"GPU {index} peers",
+                len(gpu.peers) == len(cuda.gpus) - 1,
+                ", ".join(map(str, gpu.peers)) or "none",
+                "what is out of reach goes through host memory; nvidia-smi topo -p2p r shows why",
+            )
+    yield from _trials(cuda, in_domain)
+    mps = facts.host.mps or any(gpu.mps for gpu in cuda.gpus)
     yield Check(
         "MPS",
         not mps,
         "on" if mps else "off",
-        "the death of a client proves nothing about its GPU work, so its leases stay in quarantine" if mps else "",
-    )
-    connections = host.max_connections
-    yield Check(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        not connections or (connections.isdigit() and int(connections) >= 8),
-        connections or "not set (8)",
-        "with few connections one held stream stops its whole process; tensorferry holds none, but leave it at 8 or more",
-    )
-    loading = host.module_loading.upper()
-    yield Check(
-        "CUDA_MODULE_LOADING",
-        True,
-        host.module_loading or "not set (LAZY)",
-        ""
-        if loading == "EAGER"
-        else "the first launch of a kernel loads it, and waits for whatever its process has queued",
+        "a client's death proves nothing of its GPU work: what it may still read stays in quarantine" if mps else "",
     )
 
 
-def _in_domain(facts: Facts) -> bool:
-    return facts.cuda is not None and any(gpu.mnnvl for gpu in facts.cuda.gpus)
+def _trials(cuda: CudaFacts, in_domain: bool) -> Iterator[Check]:
+    for name, trial, needed in (
+        ("stream words", cuda.words, True),
+        ("CUDA IPC", cuda.ipc, True),
+        ("CUDA IPC to GPU 1", cuda.peer, True),
+        ("POSIX FD handles", cuda.posix_fd, True),
+        ("FABRIC handles", cuda.fabric, in_domain),
+    ):
+        if trial is not None:
+            advice = "" if trial.ok else "tried between two processes, whatever the flags say"
+            yield Check(name, trial.ok or not needed, str(trial), advice)
 
 
 def _size(nbytes: int) -> str:

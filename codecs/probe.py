@@ -1,4 +1,4 @@
-"""Gathers the facts of this machine by trying things, and leaves nothing behind: no memory, descriptor or CUDA context."""
+"""Gathers the facts of this machine by trying things; leaves no memory, descriptor or CUDA context behind."""
 
 from __future__ import annotations
 

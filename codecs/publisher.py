@@ -46,6 +46,15 @@ class Publisher:
         """
         return Draft(self, layout)
 
+    def fits(self, layouts: Sequence[Layout]) -> bool:
+        """Whether drafts of these layouts would all find their place now, none inline for want of room.
+
+        What somebody asks who would rather wait: *before* holding any of them, so that no two can each hold what
+        the other waits for.
+        """
+        sizes = [nbytes for _, nbytes in map(_pack, layouts) if nbytes >= self._inline_below_nbytes]
+        return self.pool is None or self.pool.fits(sizes)
+
     @contextmanager
     def publish(self, *tensors: Any) -> Iterator[Draft]:
         """A draft filled with copies of these tensors (torch, numpy or View): they may change at once."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 from unicodedata import category
 
@@ -12,7 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.transport import not_yet
 from tensorferry.pipeline.document import OVERRIDE, Document, Keys
+from tensorferry.pipeline.migration import Tell, migrated
 from tensorferry.pipeline.yamlfile import apply_overrides, emit, read
 
 MIB = 1 << 20
@@ -62,6 +65,8 @@ class PoolSpec(Spec, frozen=True):
     when_full: Literal["inline", "wait"] = "inline"
     wait_ms: NonNegative = 50  #: with `when_full: wait`: how long at most, then inline
     inline_below_kb: NonNegative = 32  #: KiB; smaller tensors travel inside the message
+    handle_cache: bool = True  #: cuda_ipc: consumers keep a pool open between tensors
+    recycle_s: Seconds = 0.05  #: how often every pool takes back what was acknowledged, also without new traffic
 
 
 class EmbeddingsPoolSpec(Spec, frozen=True):
@@ -99,6 +104,7 @@ class Deployment(Spec, frozen=True):
     transport: Literal["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"] = "auto"
     nodes: Positive = 1
     pp_size: Positive = 1  #: pipeline-parallel size of the engine behind the schedulers; cuda_vmm needs 1
+    disaggregation: Literal["none", "prefill_decode"] = "none"  #: of that engine; `auto` then keeps off the GPU pools
     frontend: str = "python"
     runtime_dir: str | None = None  #: None: $XDG_RUNTIME_DIR/tensorferry or /tmp/tensorferry-<uid>
     model: ModelSpec = ModelSpec()
@@ -116,17 +122,21 @@ def load(
     path: Path,
     settings: Sequence[str] = (),
     *,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    tell: Tell = lambda deprecation: None,
     check: Callable[[Deployment], None] = lambda deployment: None,
     largest_item_nbytes: Callable[[Deployment], int] = lambda deployment: 0,
 ) -> Deployment:
     """The deployment in a YAML file, with `KEY=VALUE` settings over it, checked as a whole, its paths absolute.
 
+    environ: where deprecated variables are looked for (see `migration`); none by default.
+    tell: hears of every deprecated setting that was found.
     check: raises ConfigError, with key and problem, for what only the layers above know (is there such an adapter?).
     largest_item_nbytes: bytes of the largest pixel tensor that the deployment's processor makes of one item.
     Relative paths start at the file's folder; those given by a setting, at the current one.
     Raises ConfigError naming file (or `--set`), line, key, value and remedy.
     """
-    document = apply_overrides(read(path), settings)
+    document = migrated(apply_overrides(read(path), settings), environ, tell)
     deployment = _with_paths(document, document.decode(Deployment))
     for problem, keys in _contradictions(deployment):
         raise document.error(problem, *keys)
@@ -163,9 +173,8 @@ def _share_mb(deployment: Deployment, budget_mb: int, processes: int) -> int:
 def require_available(deployment: Deployment) -> None:
     """Raise ConfigError for what is well-formed but comes with a later version of tensorferry."""
     where = f"deployment {deployment.name}"
-    if deployment.transport in ("cuda_ipc", "cuda_vmm"):
-        problem = f"{deployment.transport} comes with a later version; use shm, cpu or auto until then"
-        raise ConfigError(where, None, "transport", problem)
+    if deployment.transport != "auto" and (later := not_yet(deployment.transport)) is not None:
+        raise ConfigError(where, None, "transport", str(later))
     if deployment.nodes > 1:
         problem = f"{deployment.nodes} nodes come with a later version; use 1 until then"
         raise ConfigError(where, None, "nodes", problem)

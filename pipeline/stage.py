@@ -18,14 +18,14 @@ from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline import broker, telemetry
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.config import Deployment, PoolSpec
 from tensorferry.pipeline.peers import DOWNSTREAM, Key, Peers
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.sockets import Context
 
 log = structlog.get_logger()
 
-RECYCLE_PERIOD_S = 0.05
+RECYCLE_PERIOD_S = PoolSpec().recycle_s  #: unless the deployment file says otherwise
 FLUSH_S = 1.0  #: for a peer to take our last messages
 
 
@@ -118,6 +118,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
     share: what the stage's pool may have, None for a stage that hands no tensors on. With `transport: cpu`
     there is no pool all the same. The block is entered before peers are ready: see `Peers.wait_ready`.
     """
+    assert deployment.transport != "auto", "decided by whoever starts the deployment"
     if deployment.transport == "cpu":
         share = None
     origin = wire.Origin(stage, rank, new_nonce())
@@ -162,7 +163,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             await undo.enter_async_context(
                 broker.Broker(path, pool, on_admitted=peers.admitted, on_died=lambda origin, _: peers.died(origin))
             )
-            upkeep.append(tasks.create_task(broker.recycle(pool, RECYCLE_PERIOD_S), name="recycler"))
+            upkeep.append(tasks.create_task(broker.recycle(pool, deployment.pool.recycle_s), name="recycler"))
             peers.announce(wire.Pool(origin, pool.description, path))
         peers.greet(inboxes(deployment, runtime, *DOWNSTREAM[stage]))
         log.info("started", epoch=origin.epoch)

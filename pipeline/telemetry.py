@@ -34,6 +34,7 @@ COUNTERS = {
     "embeddings_late": "Embeddings of requests that were over",
     "messages_refused": "Messages that did not decode, broke a limit, or came to the wrong stage",
     "mail_of_a_former_life": "Messages meant for an earlier life of this process",
+    "pool_waits": "Requests that waited for room in the pool",
     "pool_full_fallbacks": "Tensors sent inline because the pool had no room",
 }
 

@@ -14,6 +14,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
+from tensorferry.codecs.consumers import acknowledging
 from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft
@@ -135,7 +136,9 @@ class Encoder:
         """Hand the embeddings to every scheduler rank that attends to the request: no await in here."""
         if not made or self._over.covers(job.request, job.attempt):
             return
-        peers = [self._stage.peers.get("scheduler", rank.rank, rank.epoch) for rank in job.schedulers]
+        spec = self._stage.deployment.scheduler
+        count = acknowledging(len(job.schedulers), spec.tp_size, spec.attention_tp_size)
+        peers = [self._stage.peers.get("scheduler", rank.rank, rank.epoch) for rank in job.schedulers[:count]]
         for peer in peers:
             frames: list[Buffer] = []
             items = tuple(
@@ -192,21 +195,17 @@ class Features:
         """The pixels of these items, one after the other; a single item is borrowed where it lies."""
         if len(indices) == 1:
             return self._borrowed.enter_context(self._open(indices[0]))
-        payloads = [self._payloads[index] for index in indices]
-        width = payloads[0].shape[1:] if payloads else (0,)
-        dtype = payloads[0].dtype if payloads else "float32"
-        for index, payload in zip(indices, payloads, strict=True):
-            if payload.shape[1:] != width or payload.dtype != dtype:
-                raise BadItem(index, f"features of {payload.dtype} {payload.shape} in a batch of {dtype} {width}")
-        rows = sum(payload.shape[0] for payload in payloads)
-        batch = View.empty(dtype, (rows, *width))
-        row_nbytes = batch.nbytes // rows if rows else 0
-        start = 0
-        for index, payload in zip(indices, payloads, strict=True):
-            end = start + payload.shape[0] * row_nbytes
-            with self._open(index) as view:
-                np.copyto(batch.data[start:end], view.data)
-            start = end
+        with ExitStack() as opened:
+            views = [opened.enter_context(self._open(index)) for index in indices]
+            dtype, width = (views[0].dtype, views[0].shape[1:]) if views else ("float32", (0,))
+            for index, view in zip(indices, views, strict=True):
+                if not view.shape or (view.dtype, view.shape[1:]) != (dtype, width):
+                    raise BadItem(index, f"features of {view.dtype} {view.shape} in a batch of {dtype} {width}")
+            batch = View.empty(dtype, (sum(view.shape[0] for view in views), *width))
+            start = 0
+            for view in views:
+                np.copyto(batch.data[start : start + view.nbytes], view.data)
+                start += view.nbytes
         return batch
 
     def close(self) -> None:

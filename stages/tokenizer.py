@@ -26,7 +26,7 @@ from tensorferry.codecs.errors import (
     RequestError,
 )
 from tensorferry.codecs.frames import Buffer
-from tensorferry.codecs.publisher import Draft
+from tensorferry.codecs.publisher import Draft, Layout
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
@@ -41,6 +41,7 @@ from tensorferry.stages.tombstones import Tombstones
 
 log = structlog.get_logger()
 
+LOOK_AGAIN_S = 0.002
 RETRY_MS = 200  #: hint to clients that were told `busy`
 
 
@@ -218,10 +219,10 @@ class Tokenizer:
         self, request: Request, frames: Sequence[Buffer], marks: list[wire.Mark], timeout_s: float
     ) -> wire.Message:
         prompt = await run_to_end(self._threads, partial(self._plan, request.submit, frames))
+        layouts = [[(plan.dtype, plan.shape)] for plan in prompt.plans]
+        await self._wait_for_room(layouts)
         with ExitStack() as leases:
-            drafts = [
-                leases.enter_context(self._stage.publisher.draft([(plan.dtype, plan.shape)])) for plan in prompt.plans
-            ]
+            drafts = [leases.enter_context(self._stage.publisher.draft(layout)) for layout in layouts]
             hashes = await self._process(prompt, drafts)
             marks.append(wire.Mark("processed", time.monotonic_ns()))
             deadline_ns = marks[0].at_ns + int(timeout_s * 1e9)
@@ -290,6 +291,20 @@ class Tokenizer:
         found = np.frombuffer(ids, "<i4").astype(np.int32, copy=False)
         self._text.check_ids(found)
         return found
+
+    async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
+        """With `when_full: wait`, until the pool has room for all of a request, or the wait is over.
+
+        Nothing is held meanwhile, so requests cannot lock each other out.
+        """
+        spec = self._stage.deployment.pool
+        if spec.when_full != "wait" or self._stage.publisher.fits(layouts):
+            return
+        self._stage.counters.count("pool_waits")
+        until_ns = time.monotonic_ns() + spec.wait_ms * 1_000_000
+        # Acknowledgements are words in memory: nobody calls when one is written.
+        while time.monotonic_ns() < until_ns and not self._stage.publisher.fits(layouts):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _process(self, prompt: Prompt, drafts: Sequence[Draft]) -> list[bytes]:
         """Decode every item into its draft, `threads` at a time; the content hashes. Raises BadItem."""

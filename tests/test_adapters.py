@@ -462,7 +462,7 @@ def test_what_a_plug_in_raises_comes_through(plugins: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("patch-wit", "'patch-wit'; give one of fingerprint, patch-vit, or package.module:Class"),
+        ("patch-wit", "'patch-wit'; give one of fingerprint, patch-vit, text-only, or package.module:Class"),
         ("", "unknown: ''"),
         ("os.system", "unknown: 'os.system'"),
         ("ferry_plugins:Silent()", "unknown"),

@@ -221,6 +221,19 @@ async def test_s1_e1_every_item_arrives_bit_equal_and_in_order(
     nothing_left(deployment, before)
 
 
+async def test_l5_with_when_full_wait_everything_finds_room(deploy: Callable[..., Deployment], tmp_path: Path) -> None:
+    deploy(encoders=2, budget_mb=4)
+    file = tmp_path / "deployment.yaml"
+    text = file.read_text().replace("pool: {budget_mb: 4,", "pool: {budget_mb: 4, when_full: wait, wait_ms: 60000,")
+    file.write_text(text)
+    deployment = load(file)
+    sent = workload(11, 60, 90, 0)
+    async with running(deployment, tmp_path) as client:
+        outcomes = await run(client, sent)
+        assert check(deployment, sent, outcomes, 90) == {"shm": 90}
+        await all_leases_back(client)
+
+
 async def test_e6_every_rank_of_an_attention_group_gets_the_embeddings(
     deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:

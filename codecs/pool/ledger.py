@@ -95,6 +95,20 @@ class Ledger:
     def columns(self) -> frozenset[int]:
         return frozenset(self._need)
 
+    def fits(self, sizes: Iterable[int]) -> bool:
+        """Whether leases of these sizes could all be lent now. Changes nothing."""
+        taken: list[tuple[int, int]] = []
+        try:
+            for wanted in map(self._rounded, sizes):
+                offset = self._ranges.take(wanted)
+                if offset is None:
+                    return False
+                taken.append((offset, wanted))
+            return len(taken) <= len(self._free_slots)
+        finally:
+            for offset, wanted in taken:
+                self._ranges.give(offset, wanted)
+
     def leases(self) -> list[Grant]:
         return [grant for grant, _ in (*self._open.values(), *self._settled.values())]
 
@@ -121,7 +135,7 @@ class Ledger:
 
     def lend(self, nbytes: int) -> Grant:
         """An open lease of at least nbytes (0 takes a granule too). Raises PoolFull; then nothing has changed."""
-        wanted = max(1, -(-nbytes // self._granule)) * self._granule
+        wanted = self._rounded(nbytes)
         offset = self._ranges.take(wanted) if self._free_slots else None
         if offset is None:
             raise PoolFull(nbytes, self._ranges.longest, len(self._free_slots))
@@ -208,6 +222,9 @@ class Ledger:
     def outstanding(self, column: int) -> list[Grant]:
         """The leases that wait for this column."""
         return [grant for grant, columns in (*self._open.values(), *self._settled.values()) if column in columns]
+
+    def _rounded(self, nbytes: int) -> int:
+        return max(1, -(-nbytes // self._granule)) * self._granule
 
     def _opened(self, grant: Grant) -> list[int]:
         lease = self._open.get(grant.slot)

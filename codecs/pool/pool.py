@@ -11,6 +11,7 @@ import os
 import secrets
 import select
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
@@ -56,6 +57,15 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     leases: int  #: ever lent
     refused: int  #: times no range or slot was free
     struck_consumers: int  #: written off because they died
+    ended: int  #: leases that came back
+    lent_ms: float  #: how long they were out, on average
+    longest_lent_ms: float
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the free bytes that the longest free range leaves out: 0 when they are all in one piece."""
+        free_nbytes = self.capacity_nbytes - self.lent_nbytes
+        return 1 - self.longest_free_nbytes / free_nbytes if free_nbytes else 0.0
 
 
 class Pool:
@@ -69,7 +79,9 @@ class Pool:
         self._consumers: dict[int, _Consumer] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._leases = self._refused = self._struck = 0
+        self._leases = self._refused = self._struck = self._ended = 0
+        self._lent_at_ns = [0] * description.slots
+        self._lent_ns = self._longest_lent_ns = 0
 
     @classmethod
     def create(cls, nbytes: int, slots: int = 4096, *, producer: int | None = None) -> Pool:
@@ -150,6 +162,16 @@ class Pool:
         """
         return Lease(self, nbytes)
 
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether leases of these sizes could all be had now, after a pass to reclaim what they need."""
+        with self._lock:
+            while not self._closed:
+                if self._ledger.fits(sizes):
+                    return True
+                if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
+                    break
+            return False
+
     def reclaim(self) -> int:
         """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
         with self._lock:
@@ -171,6 +193,9 @@ class Pool:
                 leases=self._leases,
                 refused=self._refused,
                 struck_consumers=self._struck,
+                ended=self._ended,
+                lent_ms=self._lent_ns / max(1, self._ended) / 1e6,
+                longest_lent_ms=self._longest_lent_ns / 1e6,
             )
 
     def close(self) -> None:
@@ -204,6 +229,7 @@ class Pool:
                         self._refused += 1
                         raise
             self._leases += 1
+            self._lent_at_ns[grant.slot] = time.monotonic_ns()
             self._control.lend(grant.slot, grant.generation)
             return grant
 
@@ -211,7 +237,14 @@ class Pool:
         if self._closed:
             return 0
         acks = {column: consumer.page.words() for column, consumer in self._consumers.items()}
-        return len(self._ledger.reclaim(self._control.ready_words(), acks, RECLAIM_AT_ONCE))
+        ended = self._ledger.reclaim(self._control.ready_words(), acks, RECLAIM_AT_ONCE)
+        if ended:
+            now_ns = time.monotonic_ns()
+            lent_ns = [now_ns - self._lent_at_ns[grant.slot] for grant in ended]
+            self._ended += len(ended)
+            self._lent_ns += sum(lent_ns)
+            self._longest_lent_ns = max(self._longest_lent_ns, *lent_ns)
+        return len(ended)
 
     def _strike(self, column: int) -> None:
         consumer = self._consumers.pop(column)

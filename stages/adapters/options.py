@@ -15,6 +15,10 @@ class FingerprintOptions(Spec, frozen=True):
     load_each: bool = False  #: load items one by one, not all of a request's in one batch
 
 
+class TextOnlyOptions(Spec, frozen=True):
+    """None."""
+
+
 class PatchVitOptions(Spec, frozen=True):
     width: Extent = 192  #: of the transformer; a multiple of 4 and of `heads`
     depth: Annotated[int, Meta(ge=0, le=256)] = 2  #: transformer blocks

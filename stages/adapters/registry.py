@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
 from tensorferry.stages.adapters.base import ModelAdapter
-from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions
+from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
 
 
@@ -18,11 +18,13 @@ class BuiltIn:
     reference: str
     options: type[Spec]
     supports_cuda_vmm_feature_transport: bool
+    multimodal: bool = True
 
 
 BUILT_IN = {
     "fingerprint": BuiltIn("tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True),
     "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True),
+    "text-only": BuiltIn("tensorferry.stages.adapters.text_only:TextOnly", TextOnlyOptions, False, multimodal=False),
 }
 
 
@@ -45,6 +47,11 @@ def make_adapter(spec: ModelSpec, threads: int) -> ModelAdapter:
     check_model(spec)
     adapter: ModelAdapter = _class_of(spec.adapter)(spec, threads)
     return adapter
+
+
+def takes_media(name: str) -> bool:
+    """Whether requests to this adapter may have images or other media: all but `text-only`; imports nothing."""
+    return name not in BUILT_IN or BUILT_IN[name].multimodal
 
 
 def supports_cuda_vmm_feature_transport(name: str) -> bool:

@@ -1,0 +1,127 @@
+"""`tensorferry doctor`: what would work on this machine, what would not, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.transport import wanted_by
+from tensorferry.codecs.checkup import Check, checkup
+from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.facts import Facts
+from tensorferry.codecs.probe import gather
+from tensorferry.codecs.transport import TRANSPORTS, Decision, Transport, Wanted, decide, not_yet, obstacle
+from tensorferry.pipeline.config import Deployment
+
+PLAIN_WIDTH = 130  #: of a report that goes to a file or a pipe
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether a transport would work, why (not), and what would change that."""
+
+    ok: bool
+    reason: str
+    remedy: str = ""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What a deployment file's transport comes to here."""
+
+    file: str
+    wanted: str
+    ok: bool
+    transport: str  #: "" where it does not work
+    reason: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `--json` prints."""
+
+    ok: bool
+    transports: dict[Transport, Verdict]
+    checks: tuple[Check, ...]
+    facts: Facts
+    deployment: Choice | None = None
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="A deployment file, to judge its choice too.")
+@set_option
+@click.pass_context
+def command(ctx: click.Context, as_json: bool, file: Path | None, settings: tuple[str, ...]) -> None:
+    """Say for every transport whether it would work here, and why not.
+
+    Things are tried for real, in processes that end with it: memory is shared and read, on the GPU too. Needs no
+    deployment. Exit status: 0 a transport with a pool works, or with --config the file's choice does; 1 it does not.
+    """
+    deployment = load_deployment(file, settings) if file is not None else None
+    report = examine(gather(os.environ), deployment, str(file))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    else:
+        _print(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), report)
+    ctx.exit(0 if report.ok else 1)
+
+
+def examine(facts: Facts, deployment: Deployment | None = None, file: str = "") -> Report:
+    """A report of these facts: with a deployment, transports are judged for it, else for one on one node whose
+    model has opted in to everything."""
+    wanted = Wanted(opted_in=True) if deployment is None else wanted_by(deployment)
+    transports: dict[Transport, Verdict] = {rung: _verdict(rung, wanted, facts) for rung in TRANSPORTS}
+    if deployment is None:
+        pools = any(verdict.ok for rung, verdict in transports.items() if rung != "cpu")
+        return Report(pools, transports, checkup(facts), facts)
+    choice = _choice(wanted, facts, file)
+    return Report(choice.ok, transports, checkup(facts), facts, choice)
+
+
+def _verdict(rung: Transport, wanted: Wanted, facts: Facts) -> Verdict:
+    if (refusal := obstacle(rung, wanted, facts)) is not None:
+        return Verdict(False, refusal.reason, refusal.remedy)
+    if (refusal := not_yet(rung)) is not None:
+        return Verdict(False, f"this machine can, but {refusal.reason}", refusal.remedy)
+    return Verdict(True, _PROOF[rung])
+
+
+_PROOF: dict[Transport, str] = {
+    "cpu": "needs nothing: tensors travel inside messages",
+    "shm": "sealed memory was made, passed over a socket, mapped and read",
+    "cuda_ipc": "GPU memory was allocated, exported, opened by a second process and read",
+    "cuda_vmm": "a GPU memory chunk was made, exported, imported by a second process and read",
+}
+
+
+def _choice(wanted: Wanted, facts: Facts, file: str) -> Choice:
+    try:
+        decision: Decision = decide(wanted, facts)
+    except ConfigError as problem:
+        return Choice(file, wanted.transport, False, "", problem.problem)
+    return Choice(file, wanted.transport, True, decision.transport, decision.reason)
+
+
+def _print(console: Console, report: Report) -> None:
+    transports = Table("transport", "", "why", "what to do", title="Transports", title_justify="left", show_lines=True)
+    for rung, verdict in report.transports.items():
+        transports.add_row(rung, _mark(verdict.ok), verdict.reason, verdict.remedy)
+    checks = Table("looked at", "", "found", "what to do, or what it means", title="Machine", title_justify="left")
+    for check in report.checks:
+        checks.add_row(check.name, _mark(check.ok), check.found, check.advice)
+    console.print(transports, checks, highlight=False, markup=False)
+    if report.deployment is not None:
+        choice = report.deployment
+        outcome = f"{choice.transport}: {choice.reason}" if choice.ok else choice.reason
+        console.print(
+            f"{choice.file} asks for {choice.wanted}: {outcome}", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def _mark(ok: bool) -> str:
+    return "ok" if ok else "NO"

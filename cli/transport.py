@@ -1,0 +1,89 @@
+"""From a deployment file to one that may run: its transport decided, once, by whoever starts it, and told to the log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from tensorferry.cli.config import load_deployment
+from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.facts import Facts
+from tensorferry.codecs.probe import gather
+from tensorferry.codecs.transport import GPU_TRANSPORTS, Decision, Wanted, decide, startup_fields
+from tensorferry.pipeline import telemetry
+from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.migration import Deprecation
+from tensorferry.pipeline.yamlfile import apply_overrides, read
+from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
+
+log = structlog.get_logger()
+
+
+def load_to_run(
+    file: Path, settings: Sequence[str], environ: Mapping[str, str] = os.environ, **bound: object
+) -> tuple[Deployment, tuple[str, ...]]:
+    """The deployment of FILE, ready to be started: its transport is one of cpu, shm, cuda_ipc and cuda_vmm.
+
+    Returns settings with it, which make the same deployment of FILE in every stage. Sets up this process's log (with
+    `bound` on every line) and tells it of deprecated settings, of the transport and of every one refused.
+    Raises ConfigError.
+    """
+    deprecations: list[Deprecation] = []
+    deployment = load_deployment(file, settings, environ=environ, tell=deprecations.append)
+    require_available(deployment)
+    telemetry.configure(deployment.telemetry, **bound)
+    for deprecation in deprecations:
+        log.warning("setting_deprecated", old=deprecation.old, new=deprecation.new, outcome=deprecation.outcome)
+    try:
+        decided = settle(deployment, environ)
+    except ConfigError as problem:  # raised by one who knows the key, not the file
+        raise apply_overrides(read(file), settings).error(problem.problem, (problem.key,)) from problem
+    if decided.transport == deployment.transport:
+        return decided, tuple(settings)
+    others = [setting for setting in settings if setting.partition("=")[0].strip() != "transport"]
+    return decided, (*others, f"transport={decided.transport}")
+
+
+def settle(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> Deployment:
+    """The deployment with its transport decided, by what this machine can do. Logs the decision.
+
+    Looks for CUDA, which takes half a second in a process of its own, only where the decision may need it. Raises
+    ConfigError where the deployment explicitly asks for what will not work.
+    """
+    wanted = wanted_by(deployment)
+    facts = gather(environ, cuda=wanted.transport == "auto" or wanted.transport in GPU_TRANSPORTS)
+    decision = decide(wanted, facts)
+    _tell(decision, facts, deployment)
+    return msgspec.structs.replace(deployment, transport=decision.transport)
+
+
+def wanted_by(deployment: Deployment) -> Wanted:
+    """What the policy must know of a deployment. Asks the model only what may matter: a plug-in is imported for it."""
+    adapter = deployment.model.adapter
+    vmm = deployment.transport == "cuda_vmm" or (deployment.transport == "auto" and deployment.nodes > 1)
+    return Wanted(
+        transport=deployment.transport,
+        nodes=deployment.nodes,
+        pp_size=deployment.pp_size,
+        multimodal=takes_media(adapter),
+        opted_in=vmm and supports_cuda_vmm_feature_transport(adapter),
+        disaggregated=deployment.disaggregation != "none",
+    )
+
+
+def _tell(decision: Decision, facts: Facts, deployment: Deployment) -> None:
+    """A line for every rung that was refused, which is news only where there is a GPU, and one for the outcome."""
+    tell = log.warning if facts.has_gpu else log.info
+    for refusal in decision.refusals:
+        tell("transport_refused", transport=refusal.rung, reason=refusal.reason, remedy=refusal.remedy)
+    fields = startup_fields(
+        decision,
+        budget_mb=deployment.pool.budget_mb,
+        workers=deployment.tokenizer.workers,
+        handle_cache=deployment.pool.handle_cache,
+    )
+    log.info("transport_chosen", **fields)
