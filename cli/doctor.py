@@ -17,7 +17,7 @@ from tensorferry.codecs.checkup import Check, checkup
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.facts import Facts
 from tensorferry.codecs.probe import gather
-from tensorferry.codecs.transport import TRANSPORTS, Decision, Transport, Wanted, decide, not_yet, obstacle
+from tensorferry.codecs.transport import TRANSPORTS, Decision, Refusal, Transport, Wanted, decide, not_yet, obstacle
 from tensorferry.pipeline.config import Deployment
 
 PLAIN_WIDTH = 130  #: of a report that goes to a file or a pipe
@@ -39,6 +39,7 @@ class Choice(msgspec.Struct, frozen=True):
     ok: bool
     transport: str  #: "" where it does not work
     reason: str
+    refusals: tuple[Refusal, ...] = ()  #: of what `auto` would have liked better
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -62,6 +63,8 @@ def command(ctx: click.Context, as_json: bool, file: Path | None, settings: tupl
     Things are tried for real, in processes that end with it: memory is shared and read, on the GPU too. Needs no
     deployment. Exit status: 0 a transport with a pool works, or with --config the file's choice does; 1 it does not.
     """
+    if settings and file is None:
+        raise click.UsageError("--set changes a deployment file; give one with --config")
     deployment = load_deployment(file, settings) if file is not None else None
     report = examine(gather(os.environ), deployment, str(file))
     if as_json:
@@ -104,7 +107,7 @@ def _choice(wanted: Wanted, facts: Facts, file: str) -> Choice:
         decision: Decision = decide(wanted, facts)
     except ConfigError as problem:
         return Choice(file, wanted.transport, False, "", problem.problem)
-    return Choice(file, wanted.transport, True, decision.transport, decision.reason)
+    return Choice(file, wanted.transport, True, decision.transport, decision.reason, decision.refusals)
 
 
 def _print(console: Console, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""From a deployment file to one that may run: its transport decided, once, by whoever starts it, and told to the log."""
+"""From a deployment file to one that may run: its transport decided once, by whoever starts it, and logged."""
 
 from __future__ import annotations
 

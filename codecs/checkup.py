@@ -11,7 +11,6 @@ from tensorferry.codecs.facts import CudaFacts, Facts, HostFacts
 MIB = 1 << 20
 OPEN_FILES = 4096  #: enough for 64 processes that all know each other
 SHM_NBYTES = 1 << 30
-MEMLOCK_NBYTES = 64 * MIB
 CONNECTIONS = 8  #: CUDA's default number of hardware queues, and how many held streams stop a process (H200)
 SECCOMP = {0: "off", 1: "strict", 2: "filter"}
 
@@ -28,7 +27,7 @@ class Check(msgspec.Struct, frozen=True):
 def checkup(facts: Facts) -> tuple[Check, ...]:
     """Every check that applies here, those of node and container first."""
     in_domain = facts.cuda is not None and any(gpu.mnnvl for gpu in facts.cuda.gpus)
-    return (*_host(facts.host, in_domain), *_environment(facts), *_cuda(facts, in_domain))
+    return (*_host(facts.host, in_domain), _memlock(facts), *_environment(facts), *_cuda(facts, in_domain))
 
 
 def _host(host: HostFacts, in_domain: bool) -> Iterator[Check]:
@@ -47,12 +46,6 @@ def _host(host: HostFacts, in_domain: bool) -> Iterator[Check]:
         host.shm_nbytes is not None and host.shm_nbytes >= SHM_NBYTES,
         "not mounted" if host.shm_nbytes is None else _size(host.shm_nbytes),
         "tensorferry does not use it, but engines do: --shm-size=1g or more",
-    )
-    yield Check(
-        "memlock",
-        host.memlock_nbytes is None or host.memlock_nbytes >= MEMLOCK_NBYTES,
-        "unlimited" if host.memlock_nbytes is None else _size(host.memlock_nbytes),
-        "some drivers count host pages registered with CUDA against it: --ulimit memlock=-1",
     )
     yield Check(
         "open files",
@@ -78,6 +71,17 @@ def _host(host: HostFacts, in_domain: bool) -> Iterator[Check]:
         "channel0 is mounted" if host.imex else "none",
         "cuda_vmm across nodes needs it: mount /dev/nvidia-caps-imex-channels/channel0",
     )
+
+
+def _memlock(facts: Facts) -> Check:
+    limit = facts.host.memlock_nbytes
+    if limit is None:
+        return Check("memlock", True, "unlimited")
+    if facts.cuda is None or not facts.has_gpu:
+        return Check("memlock", True, _size(limit), "matters where host memory is registered with CUDA")
+    counted = facts.cuda.words.step == "register"
+    advice = "host memory cannot be registered with CUDA: --ulimit memlock=-1" if counted else "this driver ignores it"
+    return Check("memlock", not counted, _size(limit), advice)
 
 
 def _environment(facts: Facts) -> Iterator[Check]:

@@ -54,6 +54,7 @@ class Client:
         Raises DeploymentError, naming who is missing, after timeout_s.
         """
         runtime = Runtime.of(deployment)
+        runtime.prepare()  # an address is believed only in a folder that is ours alone
         limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
         async with AsyncExitStack() as undo:
             context = undo.enter_context(open_context())

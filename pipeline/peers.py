@@ -57,14 +57,17 @@ class Peers:
         origin: wire.Origin,
         inbox: str,
         *,
+        upstream: Mapping[Key, str],
         connect: Callable[[str, str], Outbox],
         attach: Callable[[wire.Pool], None],
         quarantine_s: float,
         capabilities: tuple[str, ...] = (),
     ) -> None:
-        """connect: an outbox to (address, name). attach: starts to map an announced pool, then calls `attached`."""
+        """upstream: the inboxes of those who may send us work. connect: an outbox to (address, name). attach: starts
+        to map an announced pool, then calls `attached`."""
         self.origin = origin
         self._inbox = inbox
+        self._upstream = upstream
         self._connect, self._attach = connect, attach
         self._quarantine_s = quarantine_s
         self._capabilities = capabilities
@@ -235,8 +238,8 @@ class Peers:
 
     def _greeted(self, hello: wire.Hello) -> None:
         origin = hello.origin
-        if origin.stage not in DOWNSTREAM or self.origin.stage not in DOWNSTREAM[origin.stage]:
-            log.warning("hello_refused", stage=origin.stage, rank=origin.rank)
+        if self._upstream.get((origin.stage, origin.rank)) != hello.inbox:
+            log.warning("hello_refused", stage=origin.stage, rank=origin.rank, inbox=hello.inbox)
             return
         peer = self._peers.get((origin.stage, origin.rank))
         if peer is None:

@@ -16,11 +16,9 @@ are removed only by the one who holds it.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import re
-import signal
 import socket
 import stat
 from collections.abc import Iterator, Mapping
@@ -32,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 
-from tensorferry.codecs.errors import DeploymentError, PeerGone
+from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.sockets import PATH_NBYTES
 
@@ -256,20 +254,3 @@ def _check_shared(folder: Path) -> None:
     mode = folder.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise DeploymentError(f"{folder} can be written by anybody and has no sticky bit; set runtime_dir")
-
-
-def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send us `signum` when our parent ends, however it ends.
-
-    parent: its pid, as it told us. Raises PeerGone when it has ended already, or is not our parent. The signal
-    comes when the *thread* that started us ends, so a parent starts its children in one that stays. It is kept
-    across exec and not by our own children. Source: prctl(2), PR_SET_PDEATHSIG.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the kernel knew that we care
-        raise PeerGone(f"parent {parent}", "has ended, or is not the parent of this process")
-
-
-_PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h

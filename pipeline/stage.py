@@ -124,7 +124,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
     origin = wire.Origin(stage, rank, new_nonce())
     runtime = Runtime.of(deployment)
     telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
-    counters = telemetry.Counters()
+    counters = telemetry.Counters(stage=stage, rank=str(rank))
     limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
     async with AsyncExitStack() as undo:
         undo.enter_context(runtime.own(stage, rank))
@@ -140,6 +140,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         peers = Peers(
             origin,
             address,
+            upstream=inboxes(deployment, runtime, *(name for name, takers in DOWNSTREAM.items() if stage in takers)),
             connect=lambda address, name: _connected(undo, context, address, name),
             attach=lambda announcement: _attach(tasks, peers, reader, origin, announcement),
             quarantine_s=deployment.timeouts.quarantine_s,
@@ -173,8 +174,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             for task in upkeep:
                 task.cancel()
         peers.tell(wire.Drained(origin))
-        for peer in peers:
-            await peer.outbox.flush(FLUSH_S)
+        await asyncio.gather(*(peer.outbox.flush(FLUSH_S) for peer in peers))
 
 
 def _connected(undo: AsyncExitStack, context: Context, address: str, name: str) -> Outbox:

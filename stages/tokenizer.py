@@ -31,7 +31,7 @@ from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peers import Peer
-from tensorferry.pipeline.stage import PoolShare, Stage, opened
+from tensorferry.pipeline.stage import FLUSH_S, PoolShare, Stage, opened
 from tensorferry.stages.assignment import assign
 from tensorferry.stages.processors.base import BadMedia, Plan, Processor
 from tensorferry.stages.processors.registry import make_processor
@@ -66,6 +66,7 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
                 stop.announce_ready()
                 await stop.wait_draining()
                 await tokenizer.drain()
+            await door.flush(FLUSH_S)
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tensorferry.codecs.errors import DeploymentError, PeerGone
+from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.config import Deployment
-from tensorferry.pipeline.runtime import Runtime, die_with_parent
+from tensorferry.pipeline.runtime import Runtime
 
 DEADLINE_S = 20.0
 LONG_NAME = "a deployment/with ünusual *letters* " * 5
@@ -31,7 +31,7 @@ PRELUDE = """
 import os, signal, socket, subprocess, sys, time
 from tensorferry.codecs.errors import DeploymentError, PeerGone
 from tensorferry.pipeline.config import Deployment
-from tensorferry.pipeline.runtime import Runtime, die_with_parent
+from tensorferry.pipeline.runtime import Runtime
 def say(*words): print(*words, flush=True)
 runtime = Runtime.of(Deployment(name=sys.argv[1], runtime_dir=sys.argv[2]))
 """
@@ -499,60 +499,3 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_else(runtime, child):
     (runtime.directory / "unrelated.lock").unlink()
     runtime.directory.rmdir()
     assert runtime.sweep() == []
-
-
-# --- a parent's death -----------------------------------------------------------------------------------
-
-#: Starts a process that depends on it, says its pid, and waits.
-PARENT = """
-code = sys.argv[3]
-dependant = subprocess.Popen([sys.executable, "-c", code, *sys.argv[1:3], str(os.getpid())])
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_b45_a_process_ends_with_its_parent(child, signum):
-    code = f"""
-    signal.signal(signal.SIGTERM, lambda *_: (say("terminated"), sys.exit()))
-    die_with_parent(int(sys.argv[3]), {int(signum)})
-    say(os.getpid())
-    while True:
-        signal.pause()
-    """
-    parent = child(PARENT, PRELUDE + textwrap.dedent(code))
-    pidfd = os.pidfd_open(int(heard(parent)))
-    try:
-        assert not select.select([pidfd], [], [], 0)[0]
-        kill(parent)
-        assert select.select([pidfd], [], [], DEADLINE_S)[0]
-        assert heard(parent) == ("terminated" if signum == signal.SIGTERM else "")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        os.close(pidfd)
-
-
-def test_b45_a_parent_that_has_ended_already_is_noticed(child):
-    code = """
-    theirs = os.pidfd_open(int(sys.argv[3]))
-    say("alive")
-    import select
-    select.select([theirs], [], [])
-    try:
-        die_with_parent(int(sys.argv[3]))
-    except PeerGone as gone:
-        say(gone)
-    """
-    parent = child(PARENT, PRELUDE + textwrap.dedent(code))
-    assert heard(parent) == "alive"
-    kill(parent)
-    assert heard(parent) == f"parent {parent.pid}: has ended, or is not the parent of this process"
-
-
-def test_only_ones_own_parent_will_do(child):
-    with pytest.raises(PeerGone, match="parent 1: "):
-        die_with_parent(1, 0)
-    with pytest.raises(OSError, match="prctl"):
-        die_with_parent(os.getppid(), 99)
-    die_with_parent(os.getppid(), 0)  # 0 takes it back

@@ -93,8 +93,8 @@ class Driver:
         self = cls(bindings)
         try:
             self.call("cuInit", 0)
-        except NotLoaded as problem:  # by class, as a call that fails has loaded it
-            raise NoDriver(f"libcuda.so.1 cannot be loaded: {problem.name}", missing=True) from None
+        except NotLoaded:
+            raise NoDriver("libcuda.so.1 cannot be loaded", missing=True) from None
         except CudaError as problem:
             raise NoDriver(str(problem), missing=problem.name == "CUDA_ERROR_NO_DEVICE") from None
         close_in_forked_children()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from tensorferry.codecs.memory.host import HostSegment
 
 MODULE = "tensorferry.codecs.memory.cuda_probe"
 NBYTES = 1 << 16
+MOST_NBYTES = 64 << 20  #: of host memory registered with CUDA
 PATTERN = 0xA5
 WORD = 0x600D
 _PR_SET_PDEATHSIG = 1
@@ -127,9 +129,15 @@ def _step(step: str) -> Iterator[None]:
 
 
 def _words(cuda: Driver) -> None:
-    """The lease protocol's other half: a stream stores into a page that other processes have mapped."""
+    """The lease protocol's other half: a stream stores into a page that other processes have mapped.
+
+    Registers more than the memlock limit, where that is low, to see whether the driver counts it.
+    """
+    page_nbytes = os.sysconf("SC_PAGESIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    nbytes = page_nbytes if limit == resource.RLIM_INFINITY else min(limit // page_nbytes * page_nbytes, MOST_NBYTES)
     with ExitStack() as undo, _step("allocate"):
-        page = HostSegment.create(os.sysconf("SC_PAGESIZE"), "tensorferry-probe")
+        page = HostSegment.create(nbytes + page_nbytes, "tensorferry-probe")
         undo.callback(page.close)
         address = page.data.ctypes.data
         with _step("register"):
