@@ -205,7 +205,7 @@ class Peers:
                     return True
                 if message.refusal:
                     raise HandshakeRefused(str(peer), message.refusal)
-                peer.epoch = origin.epoch
+                _meet(peer, origin.epoch)
                 peer.ready = False
                 self._heard(peer)
                 if self._announcement is not None:
@@ -246,7 +246,8 @@ class Peers:
             outbox = self._connect(hello.inbox, f"{origin.stage}-{origin.rank}")
             peer = Peer(origin.stage, origin.rank, outbox, downstream=False)
             self._peers[origin.stage, origin.rank] = peer
-        peer.epoch, peer.ready, peer.leaving, peer.wants, peer.refusal = origin.epoch, True, False, False, ""
+        _meet(peer, origin.epoch)
+        peer.ready, peer.leaving, peer.wants, peer.refusal = True, False, False, ""
         refusal = ""
         if hello.version != wire.PROTOCOL_VERSION:
             refusal = f"protocol version {hello.version}; {self.origin.stage} speaks {wire.PROTOCOL_VERSION}"
@@ -273,6 +274,12 @@ class Peers:
         if not peer.ready:
             return "waiting"
         return "ready" if now - peer.heard_at < self._quarantine_s else "quarantined"
+
+
+def _meet(peer: Peer, epoch: int) -> None:
+    """This is a peer's life now. The column of a former one is not its own: what is booked there, nobody would owe."""
+    if peer.epoch != epoch:
+        peer.epoch, peer.column = epoch, None
 
 
 class HandshakeRefused(FerryError):

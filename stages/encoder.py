@@ -160,7 +160,7 @@ class Encoder:
     def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer], made: Sequence[Made]) -> None:
         try:
             peer.outbox.send_nowait(message, frames)
-        except PeerBusy:
+        except Exception:  # whatever it was: a send is all or nothing
             for item in made:
                 for draft in item.outputs.values():
                     draft.retract(peer.column)

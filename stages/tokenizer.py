@@ -375,7 +375,7 @@ class Tokenizer:
             request.told.append(peer)
             try:
                 peer.outbox.send_nowait(message, frames)
-            except PeerBusy:
+            except Exception:  # whatever it was: a send is all or nothing
                 for index in owned:
                     drafts[index].retract(peer.column)
                 raise

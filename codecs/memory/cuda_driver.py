@@ -101,9 +101,12 @@ class Driver:
         return self
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Make any driver call by its name. Raises CudaError, also where this driver has no such call."""
+        """Make any driver call by its name. Raises CudaError, also where driver or cuda-python have no such call."""
+        function = getattr(self._cuda, name, None)
+        if function is None:
+            raise NotLoaded(name, "not in this cuda-python")
         try:
-            outcome = getattr(self._cuda, name)(*arguments)
+            outcome = function(*arguments)
         except RuntimeError as problem:  # cuda.bindings: no libcuda, or no such function in it
             raise NotLoaded(name, str(problem).partition("\n")[0]) from None
         return check(name, outcome)

@@ -85,9 +85,11 @@ class ControlPage(Page):
     def look(self, slot: int) -> tuple[int, int, int]:
         """(lease, ready, poison) of a slot; what a consumer reads after this, it reads after them."""
         words = self._scalars
-        seen = words[0][slot], words[1][slot], words[2][slot]
+        lease, ready = words[0][slot], words[1][slot]
+        fence()  # poison after ready: a producer that poisons first and then completes is seen to have poisoned
+        poison = words[2][slot]
         fence()
-        return seen
+        return lease, ready, poison
 
     def ready_words(self) -> Words:
         fence()
