@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.facts import CudaFacts, Facts, HostFacts, Trial
 from tensorferry.codecs.memory.available import available_nbytes
 from tensorferry.codecs.memory.host import HostSegment
+from tensorferry.codecs.memory.trials import Failed, step, tried
 from tensorferry.codecs.memory.visible import VARIABLE, BadVisibleDevices, visible_devices
 
 PROBE_S = 60.0  #: for all of CUDA's trials; half a second is usual, contexts on many GPUs take longer
@@ -66,32 +66,32 @@ def host_facts(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
 
 def memfd_trial() -> Trial:
     """Make a sealed memfd, pass it over a UNIX socket, map what arrives, and read what was written."""
+    return tried(_pass_memfd)
+
+
+def _pass_memfd() -> None:
     nbytes = os.sysconf("SC_PAGESIZE")
-    step = "create"
     with ExitStack() as undo:
-        try:
+        with step("create"):
             made = HostSegment.create(nbytes, "tensorferry-probe")
             undo.callback(made.close)
             made.data[:4] = 1, 2, 3, 4
-            step = "pidfd"
-            undo.callback(os.close, os.pidfd_open(os.getpid()))
-            step = "pass"
+        with step("pidfd"):
+            os.close(os.pidfd_open(os.getpid()))
+        with step("pass"):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.enter_context(ours)
             undo.enter_context(theirs)
             socket.send_fds(ours, [b"memfd"], [made.fd])
             _, fds, _, _ = socket.recv_fds(theirs, 16, 1, socket.MSG_CMSG_CLOEXEC)
+            if not fds:
+                raise Failed("pass", "the descriptor did not arrive")
             undo.callback(os.close, fds[0])
-            step = "map"
+        with step("map"):
             mapped = HostSegment.attach(fds[0], nbytes)
             undo.callback(mapped.close)
-        except OSError as problem:
-            return Trial(False, step, problem.strerror or "refused")
-        except FerryError as problem:
-            return Trial(False, step, str(problem))
         if bytes(mapped.data[:4]) != b"\1\2\3\4":
-            return Trial(False, "read", "other bytes than were written")
-    return Trial(True)
+            raise Failed("read", "other bytes than were written")
 
 
 def _status(root: Path) -> dict[str, str]:

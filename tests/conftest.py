@@ -248,3 +248,37 @@ def refused() -> Callable[..., contextlib.AbstractContextManager[Any]]:
         return pytest.raises(PeerError, match=f"^{kind}: .*{text}")
 
     return expect
+
+
+# --- a driver without a GPU ---------------------------------------------------------------------------------------
+
+
+class StubCuda:
+    """The stub driver of `stub_cuda/`: what it should be like, and what was asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = os.environ | {
+            "STUB_CUDA": str(folder),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS / "stub_cuda"), os.environ.get("PYTHONPATH")])),
+        }
+        self.plan()
+
+    def plan(self, **plan: Any) -> StubCuda:
+        """See `stub_cuda/stub_driver.py`."""
+        (self.folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+        (self.folder / "calls.log").write_text("")
+        return self
+
+    def calls(self) -> list[tuple[str, str]]:
+        """(call, result) of every process with this environment, in order; an import is a call too."""
+        lines = (self.folder / "calls.log").read_text().splitlines()
+        return [tuple(line.split(maxsplit=2)[1:]) for line in lines]  # type: ignore[misc]
+
+
+@pytest.fixture
+def stub_cuda(tmp_path: Path) -> StubCuda:
+    """Processes with its `environ` see two H200 by default; set `plan(...)` for others, and for faults."""
+    folder = tmp_path / "stub-cuda"
+    folder.mkdir()
+    return StubCuda(folder).plan(gpus=[{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}])

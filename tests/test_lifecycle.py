@@ -262,10 +262,13 @@ def test_b45_a_drain_and_the_loss_of_the_supervisor_at_once(start: Callable[...,
             relative.kill()
 
 
-def test_b45_a_blocked_loop_makes_no_orphan(start: Callable[..., Life], ends: Ends) -> None:
+@pytest.mark.parametrize("lose", [lifeline_is_cut, told_to_cancel_and_cut])
+def test_b45_a_blocked_loop_makes_no_orphan(
+    start: Callable[..., Life], ends: Ends, lose: Callable[[Life, Ends], None]
+) -> None:
     life = start("blocks_its_loop", ends.tether)
     life.heard("ready")
-    ends.cut()
+    lose(life, ends)
     assert life.ends()[0] == -signal.SIGKILL
 
 

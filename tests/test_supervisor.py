@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,11 @@ class Place:
         return self.journal.read_text(encoding="utf-8").splitlines() if self.journal.exists() else []
 
     @property
+    def children(self) -> list[int]:
+        """The pids of what the stages have started."""
+        return [int(note.split()[-1]) for note in self.notes if " child " in note]
+
+    @property
     def files(self) -> list[str]:
         """What is in the runtime directory."""
         return [str(path.relative_to(self.runtime_dir)) for path in self.runtime_dir.rglob("*")]
@@ -80,20 +85,24 @@ def place() -> Iterator[Place]:
         assert place.files == []
 
 
-def are_gone(pids: list[int], within_s: float = DEADLINE_S) -> bool:
-    """Whether all these processes have ended in time."""
-    until = time.monotonic() + within_s
-    for pid in pids:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            if not select.select([pidfd], [], [], max(0.0, until - time.monotonic()))[0]:
-                return False
-        finally:
+class Watched:
+    """Processes that must end; those that have not are killed with the block."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pidfds = [os.pidfd_open(pid) for pid in pids]
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pidfd in self._pidfds:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
-    return True
+
+    def are_gone(self, within_s: float = DEADLINE_S) -> bool:
+        until = time.monotonic() + within_s
+        return all(select.select([pidfd], [], [], max(0.0, until - time.monotonic()))[0] for pidfd in self._pidfds)
 
 
 # --- in this process ----------------------------------------------------------------------------------------
@@ -105,7 +114,7 @@ async def test_it_starts_whole_and_drains_upstream_first(place: Place) -> None:
         pids = list(supervisor.processes.values())
         assert all(os.getpgid(pid) == pid for pid in pids)
         assert place.notes == []
-    assert are_gone(pids, 0.0)
+    assert not any(map(psutil.pid_exists, pids))
     notes = place.notes
     assert sorted(note for note in notes if note.endswith("drained")) == sorted(f"{stage} drained" for stage in STAGES)
     encoders = [notes.index(f"encoder-{rank} {what}") for rank in (0, 1) for what in ("draining", "drained")]
@@ -181,11 +190,12 @@ async def test_a_stage_that_fails_to_drain_is_an_error(place: Place) -> None:
 
 
 async def test_an_error_of_the_block_comes_through_as_it_is(place: Place) -> None:
-    problem = ValueError("of the block")
+    problem, cause = ValueError("of the block"), KeyError("its cause")
     with pytest.raises(ValueError, match="of the block") as raised:
         async with place.running():
-            raise problem
+            raise problem from cause
     assert raised.value is problem
+    assert (problem.__cause__, problem.__context__) == (cause, None)
     assert "scheduler-0 drained" in place.notes
 
 
@@ -224,7 +234,7 @@ async def test_cancelled_while_draining_it_still_leaves_nothing(place: Place) ->
         await asyncio.wait([task])
     assert task.cancelled()
     assert len(pids) == 4
-    assert are_gone(pids, 0.0)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 async def test_a_second_one_is_refused_and_told_who_is_there(place: Place) -> None:
@@ -261,10 +271,10 @@ async def test_stages_inherit_the_tether_alone_and_share_the_cores(
 
 
 async def test_what_a_stage_has_started_goes_with_it(place: Place) -> None:
-    async with place.running("has_a_child"):
-        children = [int(note.split()[-1]) for note in place.notes if " child " in note]
-        assert len(children) == 4
-    assert are_gone(children)
+    with ExitStack() as undo:
+        async with place.running("has_a_child"):
+            children = undo.enter_context(Watched(place.children))
+        assert children.are_gone()
 
 
 def test_stages_are_started_by_this_interpreter_with_the_same_settings() -> None:
@@ -341,7 +351,7 @@ def test_the_first_signal_drains_in_order_even_from_a_terminal(
     pids = started.ready()
     os.killpg(started.process.pid, number)  # what Ctrl-C in a terminal does: the whole foreground group gets it
     assert started.ends() == 0
-    assert are_gone(pids, 0.0)
+    assert not any(map(psutil.pid_exists, pids))
     assert place.notes.index("tokenizer-0 drained") < place.notes.index("encoder-0 draining")
 
 
@@ -352,7 +362,7 @@ def test_the_second_signal_cancels(place: Place, up: Callable[..., Up], until: C
     until(lambda: "tokenizer-0 draining" in place.notes)
     started.process.send_signal(signal.SIGINT)
     assert started.ends() == 130
-    assert are_gone(pids, 0.0)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_a_signal_while_it_starts_ends_it(place: Place, up: Callable[..., Up], until: Callable[..., None]) -> None:
@@ -378,14 +388,14 @@ def test_b45_nothing_survives_a_supervisor_that_is_killed(
         try:
             started = up("has_a_child")
             pids = started.ready()
-            children = [int(note.split()[-1]) for note in place.notes if " child " in note]
-            assert len(pids) == len(children) == 4
-            if stopped:
-                os.kill(pids[1], signal.SIGSTOP)
-                until(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
-            started.process.kill()
-            started.process.wait(DEADLINE_S)
-            assert are_gone(pids + children, 5.0), started.errors
+            assert len(place.children) == 4
+            with Watched([*pids, *place.children]) as family:
+                if stopped:
+                    os.kill(pids[1], signal.SIGSTOP)
+                    until(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
+                started.process.kill()
+                started.process.wait(DEADLINE_S)
+                assert family.are_gone(5.0), started.errors
             assert bystander.poll() is None
             assert "Traceback" not in started.errors
         finally:

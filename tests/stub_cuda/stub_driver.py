@@ -71,7 +71,7 @@ def __getattr__(name):
                 os.kill(os.getpid(), signal.SIGSEGV)
             if key in PLAN.get("fail", {}):
                 log(name, PLAN["fail"][key])
-                return (real.CUresult[PLAN["fail"][key]],) + (None,) * VALUES.get(name, 0)
+                return (getattr(real.CUresult, PLAN["fail"][key]),) + (None,) * VALUES.get(name, 0)
         result = CALLS[name](*arguments)
         log(name, "ok")
         values = () if result is None else (result,)

@@ -1,0 +1,1 @@
+"""The producers and consumers whose deaths `test_death.py` arranges."""

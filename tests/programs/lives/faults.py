@@ -1,0 +1,92 @@
+"""Faults planted into a life, by name, to see that the schedules find them. Some are looked up where they are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from tensorferry.codecs.errors import PeerGone
+from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.messages import Payload, Proxy
+from tensorferry.codecs.pool.ledger import Grant, Ledger, Words
+from tensorferry.codecs.pool.pool import Pool, is_dead
+from tensorferry.codecs.reader import Reader, _Import
+from tensorferry.codecs.tensors import View
+
+_kept: list[object] = []
+_open, _reclaim, _attach, _is_ready = Reader.open, Ledger.reclaim, Reader.attach, _Import.is_ready
+
+
+@contextmanager
+def _open_and_acknowledge_first(self: Reader, payload: Payload, frames: Sequence[Buffer] = ()) -> Iterator[View]:
+    with _open(self, payload, frames) as view:
+        pass
+    yield view
+
+
+@contextmanager
+def _open_and_forget_when_it_fails(self: Reader, payload: Payload, frames: Sequence[Buffer] = ()) -> Iterator[View]:
+    block = _open(self, payload, frames)
+    view = block.__enter__()
+    yield view
+    block.__exit__(None, None, None)
+
+
+def _strike_the_slow(self: Pool) -> list[int]:
+    slow = [column for column in self._consumers if self._ledger.outstanding(column)]
+    for column in slow:
+        self._strike(column)
+    return slow
+
+
+def _reclaim_unready(self: Ledger, ready: Words, acks: Mapping[int, Words], limit: int = 64) -> list[Grant]:
+    return _reclaim(self, self._due, acks, limit)
+
+
+def _reclaim_at_the_first(self: Ledger, ready: Words, acks: Mapping[int, Words], limit: int = 64) -> list[Grant]:
+    ended = []
+    for column in acks:
+        needs, self._need = self._need, {column: self._need[column]}
+        told = self._need[column].any()
+        ended += _reclaim(self, ready, acks, limit) if told else []
+        self._need = needs
+        for grant in ended:
+            for need in needs.values():
+                need[grant.slot] = 0
+    return ended
+
+
+def _believe_the_living_only(self: _Import, proxy: Proxy) -> bool:
+    if is_dead(self.producer):
+        raise PeerGone(f"pool {proxy.pool}", "its producer is dead")
+    return _is_ready(self, proxy)
+
+
+def _attach_and_keep_a_descriptor(self: Reader, *arguments: Any) -> Any:
+    attached = _attach(self, *arguments)
+    os.dup(attached[1][0])
+    return attached
+
+
+#: name -> (class, attribute, what it is replaced with)
+FAULTS: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
+    "acknowledges before it has read": (Reader, "open", _open_and_acknowledge_first),
+    "forgets the lease of a block that failed": (Reader, "open", _open_and_forget_when_it_fails),
+    "reads what is not ready": (_Import, "_looks_ready", lambda self, proxy: True),
+    "waits for the dead": (_Import, "is_ready", lambda self, proxy: self._looks_ready(proxy)),
+    "gives up what a dead producer had finished": (_Import, "is_ready", _believe_the_living_only),
+    "keeps a descriptor": (Reader, "attach", _attach_and_keep_a_descriptor),
+    "keeps what it has detached": (Reader, "detach", lambda self, pool: _kept.append(self._pools.pop(pool, None))),
+    "strikes whoever is slow": (Pool, "_strike_dead", _strike_the_slow),
+    "never strikes": (Pool, "_strike", lambda self, column: None),
+    "ends a lease at its first acknowledgement": (Ledger, "reclaim", _reclaim_at_the_first),
+    "lends before the writer is done": (Ledger, "reclaim", _reclaim_unready),
+}
+
+
+def plant(fault: str) -> None:
+    with suppress(KeyError):
+        owner, name, replacement = FAULTS[fault]
+        setattr(owner, name, replacement)
