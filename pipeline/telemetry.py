@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
@@ -135,9 +136,10 @@ def configure(spec: TelemetrySpec, **bound: object) -> None:
         rendering = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     structlog.configure(
         processors=[
+            structlog.processors.add_log_level,
+            _Floods(),
             structlog.contextvars.merge_contextvars,
             bind,
-            structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _readable,
             *rendering,
@@ -146,6 +148,33 @@ def configure(spec: TelemetrySpec, **bound: object) -> None:
         logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # one write a line: processes share stderr
     )
     logging.lastResort = _Libraries(logging.WARNING)  # used where nobody has set up `logging`
+
+
+class _Floods:
+    """Lets a few warnings of a kind through each second, and says on the next how many it left out.
+
+    What a hostile or broken peer sends is counted in full, but must not fill a disk.
+    """
+
+    LINES = 5
+    SECONDS = 1.0
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, int]] = {}  # event -> when its second began, how many since
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        if event["level"] != "warning":
+            return event
+        now, kind = time.monotonic(), str(event["event"])
+        began, count = self._seen.get(kind, (now, 0))
+        if now - began >= self.SECONDS:
+            if count > self.LINES:
+                event["left_out"] = count - self.LINES
+            began, count = now, 0
+        self._seen[kind] = (began, count + 1)
+        if count >= self.LINES:
+            raise structlog.DropEvent
+        return event
 
 
 def _readable(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

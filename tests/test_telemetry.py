@@ -144,6 +144,28 @@ def test_a_traceback_tells_where_and_not_what_users_sent(logged, form):
     assert len(text.splitlines()) == 1 or form == "console"
 
 
+def test_a_flood_of_warnings_is_thinned_and_what_is_left_out_is_said(logged):
+    text = logged(
+        """
+        import time
+        configure(TelemetrySpec(log_format="json"))
+        for number in range(1000):
+            log.warning("refused", number=number)
+        log.warning("another")
+        for number in range(20):
+            log.info("answered", number=number)
+        time.monotonic = lambda now=time.monotonic() + 2: now
+        log.warning("refused", number=1000)
+        """
+    )
+    found = lines(text)
+    refused = [line for line in found if line["event"] == "refused"]
+    assert [line["number"] for line in refused] == [0, 1, 2, 3, 4, 1000]
+    assert refused[-1]["left_out"] == 995
+    assert sum(line["event"] == "another" for line in found) == 1
+    assert sum(line["event"] == "answered" for line in found) == 20
+
+
 def test_what_libraries_log_is_an_event_too(logged):
     text = logged(
         """
