@@ -22,7 +22,7 @@ COMMANDS = {
     "up": "Run a whole deployment under supervision.",
     "start": "Run one stage process of a deployment.",
     "submit": "Send one request to a running deployment.",
-    "doctor": "Say which transports would work on this machine, and why others would not.",
+    "doctor": "Say which transports would work here, and why others would not.",
     "config": "Check a deployment file, or show it with every default.",
 }
 

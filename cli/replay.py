@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
-from tensorferry.cli.transport import load_to_run
+from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
 from tensorferry.pipeline.replay.photos import load_photos
@@ -82,6 +82,8 @@ def command(
     if attach:
         require_available(deployment)
         configure(deployment.telemetry)
+        if deployment.transport == "auto":  # whoever started it has decided by the same machine
+            deployment = settle(deployment)
     else:
         if deployment.telemetry.log_level == "info" and not _says_log_level(settings):
             settings = (*settings, "telemetry.log_level=warning")  # a line per request and stage drowns the progress

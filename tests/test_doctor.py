@@ -23,6 +23,7 @@ from PIL import Image
 
 from tensorferry.cli import doctor
 from tensorferry.cli.main import main
+from tensorferry.codecs import messages as wire
 from tensorferry.codecs.checkup import Check, checkup
 from tensorferry.codecs.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
 from tensorferry.codecs.transport import AVAILABLE, TRANSPORTS
@@ -351,6 +352,26 @@ def test_b14_without_gpu_transport_no_process_calls_the_driver(file: Path, stub_
         asyncio.run(ask(load(file), 20))
         up.stop()
     assert stub_cuda.calls() == []
+
+
+def test_p2_a_deployment_of_text_alone_reserves_no_pool(file: Path) -> None:
+    async def converse() -> tuple[Any, Any, set[str]]:
+        async with Client.connect(load(file), timeout_s=DEADLINE_S) as client:
+            text = await client.submit(["hello"], output_tokens=1)
+            image = await client.submit(["a ", photo(0)], output_tokens=1)
+            gauges = {gauge.name for member in await client.refresh() for gauge in member.gauges}
+            return text, image, gauges
+
+    with Up(file, dict(os.environ), "model.adapter=text-only") as up:
+        text, image, gauges = asyncio.run(converse())
+        logs = up.stop()
+    assert isinstance(text, wire.Result)
+    assert isinstance(image, wire.Failed)
+    assert "takes no image, only text" in image.failure.problem
+    assert not [name for name in gauges if name.startswith("pool_")]
+    (chosen,) = [line for line in logs if line["event"] == "transport_chosen"]
+    assert (chosen["transport"], chosen["reason"]) == ("cpu", "the model takes text alone, so no pool is reserved")
+    assert "transport_refused" not in {line["event"] for line in logs}
 
 
 def test_one_process_started_by_hand_decides_for_itself(file: Path) -> None:
