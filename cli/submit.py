@@ -49,7 +49,7 @@ def command(
 ) -> None:
     """Send one request to the running deployment of a file: its --image and --text parts, in the order given.
 
-    Exit status: 0 served, 3 failed or busy.
+    Exit status: 0 served, 3 failed or busy; 2 wrong usage, 1 no deployment that is ready.
     """
     parts: list[str | bytes] = []
     texts, images = iter(text), iter(image)

@@ -305,7 +305,7 @@ class Admit(Wire, frozen=True, tag=40):
     schedulers: tuple[Rank, ...]  #: the attention group, in order
     token_ids: Annotated[bytes, Meta(max_length=1 << 24)]
     spans: tuple[Span, ...]
-    output_tokens: Count
+    output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
     deadline_ns: Nanoseconds  #: of the owner's clock
 
 

@@ -35,6 +35,7 @@ class Reader:
     def __init__(self, consumer: int | None = None) -> None:
         """consumer: the epoch of this process, random by default."""
         self.consumer = consumer or new_nonce()
+        self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
         self._pools: dict[int, _Import] = {}
         self._lock = threading.Lock()
 
@@ -49,6 +50,12 @@ class Reader:
     @property
     def pools(self) -> frozenset[int]:
         return frozenset(self._pools)
+
+    def orphans(self) -> frozenset[int]:
+        """The pools whose producer has ended. What was ready in them can still be read; `detach` them when no more
+        proxies of theirs can come."""
+        with self._lock:
+            return frozenset(pool for pool, imported in self._pools.items() if is_dead(imported.producer))
 
     def attach(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
         """Map a peer's pool; takes over the descriptors that came with the export.
@@ -170,8 +177,10 @@ class Reader:
             raise BadTensor(f"slot {proxy.slot} of a pool with {imported.slots}")
         lease = imported.control.look(proxy.slot)[0]
         if lease != proxy.generation:
+            self.stale += 1
             raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
         if imported.acks.acknowledged(proxy.slot) == proxy.generation:
+            self.stale += 1
             raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
         return imported
 

@@ -68,17 +68,20 @@ class Broker:
         on_admitted: Callable[[Origin, int], None],
         on_died: Callable[[Origin, int], None] = lambda origin, column: None,
         *,
+        on_quarantined: Callable[[Origin, int], None] = lambda origin, column: None,
         deadline_s: float = DEADLINE_S,
         conversations: int = CONVERSATIONS,
     ) -> None:
         """on_admitted: a consumer reads this pool, and acknowledges in this column; called before it can know.
 
-        on_died: its process is proven dead and its leases are written off. Both are called on the loop.
+        on_died: its process is proven dead and its leases are written off. on_quarantined: it has acknowledged what
+        nobody was lent, and can be dispatched nothing more. All are called on the loop.
         """
         self.path = path
         self.refused = 0  #: conversations that did not end in an admission
         self._pool = pool
-        self._on_admitted, self._on_died = on_admitted, on_died
+        self._on_admitted, self._on_died, self._on_quarantined = on_admitted, on_died, on_quarantined
+        self._origins: dict[int, Origin] = {}  # of the living, by column
         self._deadline_s = deadline_s
         self._free = asyncio.Semaphore(conversations)
         self._undo = AsyncExitStack()
@@ -96,6 +99,14 @@ class Broker:
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._undo.__aexit__(kind, problem, trace)
+
+    def check_words(self) -> None:
+        """Look for foreign acknowledgements, and say who is quarantined for them."""
+        for column in self._pool.check_words():
+            origin = self._origins.get(column)
+            if origin is not None:
+                log.error("consumer_quarantined", stage=origin.stage, rank=origin.rank, column=column)
+                self._on_quarantined(origin, column)
 
     async def _serve(self, listener: socket.socket) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -139,6 +150,7 @@ class Broker:
             undo.callback(self._pool.strike, column)
             line.say(Admitted(column))
             undo.pop_all()
+            self._origins[column] = attach.origin
             watch = tasks.create_task(self._watch(attach.origin, column, pidfd), name="consumer watch")
             watch.add_done_callback(lambda _: os.close(pidfd))
             self._on_admitted(attach.origin, column)
@@ -147,6 +159,7 @@ class Broker:
     async def _watch(self, origin: Origin, column: int, pidfd: int) -> None:
         await readable(pidfd)
         self._pool.strike(column)
+        del self._origins[column]
         log.info("consumer_died", stage=origin.stage, rank=origin.rank, column=column)
         self._on_died(origin, column)
 
@@ -157,9 +170,13 @@ class Broker:
             line.say(Refused(reason[:REASON_LENGTH]))
 
 
-async def recycle(pool: Pool, period_s: float) -> None:
-    """Take back what consumers have acknowledged, every `period_s`, until cancelled: also without new traffic."""
+async def recycle(pool: Pool, period_s: float, check_words: Callable[[], None] = lambda: None) -> None:
+    """Take back what consumers have acknowledged, every `period_s`, until cancelled: also without new traffic.
+
+    check_words: called before anything is taken back; `Broker.check_words`.
+    """
     while True:
+        check_words()
         more = pool.reclaim() == RECLAIM_AT_ONCE
         await asyncio.sleep(0 if more else period_s)
 

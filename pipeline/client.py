@@ -14,7 +14,7 @@ import structlog
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, BadRequest, DeploymentError, PeerBusy
-from tensorferry.codecs.frames import Buffer, Limits
+from tensorferry.codecs.frames import Buffer, Limits, decode, encode
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels import Dealer, open_context
 from tensorferry.pipeline.config import Deployment
@@ -26,6 +26,8 @@ log = structlog.get_logger()
 Part = str | bytes | memoryview | npt.NDArray[np.int32]
 Outcome = wire.Result | wire.Failed | wire.Busy
 
+SLACK_S = 2.0  #: beyond a request's deadline, for its outcome to come
+
 
 @dataclass(slots=True)
 class _Door:
@@ -34,14 +36,16 @@ class _Door:
     rank: int
     dealer: Dealer
     members: wire.Members | None = None
+    asked: int = 0  #: greetings since it last answered
     open: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
+    due: dict[bytes, float] = field(default_factory=dict)  #: when the outcome of each must be here, loop time
 
 
 class Client:
     """See the module. Made by `connect`, within whose block it lives."""
 
-    def __init__(self, deployment: Deployment, doors: Sequence[_Door]) -> None:
-        self._deployment = deployment
+    def __init__(self, deployment: Deployment, doors: Sequence[_Door], limits: Limits) -> None:
+        self._deployment, self._limits = deployment, limits
         self._doors = doors
         self._owner: dict[bytes, _Door] = {}
         self._changed = asyncio.Event()
@@ -54,6 +58,8 @@ class Client:
         Raises DeploymentError, naming who is missing, after timeout_s.
         """
         runtime = Runtime.of(deployment)
+        if not runtime.directory.exists():
+            raise DeploymentError(f"deployment {deployment.name!r} is not running; start it with `tensorferry up`")
         runtime.prepare()  # an address is believed only in a folder that is ours alone
         limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
         async with AsyncExitStack() as undo:
@@ -63,9 +69,10 @@ class Client:
                 dealer = Dealer(context, runtime.front_door(rank), f"tokenizer-{rank}", limits, _refused)
                 undo.callback(dealer.close)
                 doors.append(_Door(rank, dealer))
-            client = cls(deployment, doors)
-            tasks = await undo.enter_async_context(asyncio.TaskGroup())
-            listening = [tasks.create_task(client._listen(door)) for door in doors]
+            client = cls(deployment, doors, limits)
+            # Not a task group: what the caller's block raises is to reach the caller as it is.
+            tasks = [asyncio.create_task(client._listen(door)) for door in doors]
+            tasks.append(asyncio.create_task(client._watch()))
             try:
                 await client._wait_ready(timeout_s)
                 yield client
@@ -75,8 +82,9 @@ class Client:
                         client.cancel(request)
                     client._say(door, wire.Drained(client._origin))
                     await door.dealer.flush(1.0)
-                for task in listening:
+                for task in tasks:
                     task.cancel()
+                await asyncio.wait(tasks)
                 client._close()
 
     # --- requests
@@ -101,9 +109,14 @@ class Client:
             raise BadRequest(f"request {request.hex()} is in flight already")
         frames: list[Buffer] = []
         wire_parts = tuple(_part(part, frames) for part in parts)
-        deadline_s = deadline_s or self._deployment.limits.request_timeout_s
+        longest_s = self._deployment.limits.request_timeout_s
+        deadline_s = longest_s if deadline_s is None else deadline_s
+        if not deadline_s > 0:
+            raise BadRequest(f"deadline_s of {deadline_s}: it must be more than 0")
+        deadline_s = min(deadline_s, longest_s)
         submit = wire.Submit(request, 0, wire_parts, output_tokens, max(1, int(deadline_s * 1000)))
-        door = min(self._doors, key=lambda door: len(door.open))
+        _check(submit, frames, self._limits)
+        door = min(self._doors, key=lambda door: (door.asked > 2, len(door.open)))  # one that answers, and has least
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         try:
             door.dealer.send_nowait(submit, frames)
@@ -112,6 +125,7 @@ class Client:
             return future
         self._owner[request] = door
         door.open[request] = future
+        door.due[request] = asyncio.get_running_loop().time() + deadline_s + SLACK_S
         return future
 
     async def submit(
@@ -150,12 +164,12 @@ class Client:
         return [found[key] for key in sorted(found)]
 
     async def refresh(self, timeout_s: float = 5.0) -> list[wire.Member]:
-        """`members`, asked for now."""
+        """`members`, asked for now. Raises TimeoutError."""
+        before = [door.members for door in self._doors]
         for door in self._doors:
-            door.members = None
             self._greet(door)
         async with asyncio.timeout(timeout_s):
-            while any(door.members is None for door in self._doors):
+            while any(door.members is known for door, known in zip(self._doors, before, strict=True)):
                 await self._change()
         return self.members()
 
@@ -186,15 +200,45 @@ class Client:
         async for received in door.dealer:
             match received.message:
                 case wire.Members() as members:
-                    door.members = members
+                    door.members, door.asked = members, 0
                     self._changed.set()
                 case wire.Result() | wire.Failed() | wire.Busy() as outcome:
-                    future = door.open.pop(outcome.request, None)
-                    self._owner.pop(outcome.request, None)
-                    if future is not None and not future.done():
-                        future.set_result(outcome)
+                    self._finish(door, outcome)
                 case other:
                     log.warning("message_refused", message=type(other).__name__)
+
+    async def _watch(self) -> None:
+        """Ask every tokenizer for a sign of life, for ever; one that gives none has lost what it had."""
+        timeouts = self._deployment.timeouts
+        patience = max(2, round(timeouts.quarantine_s / timeouts.heartbeat_s))
+        while True:
+            await asyncio.sleep(timeouts.heartbeat_s)
+            for door in self._doors:
+                door.asked += 1
+                if door.asked > patience and door.open:
+                    log.warning("tokenizer_gone", rank=door.rank, requests=len(door.open))
+                    problem = f"tokenizer-{door.rank} does not answer; the deployment may have stopped"
+                    self._lose(door, list(door.open), "PeerGone", problem)
+                now = asyncio.get_running_loop().time()
+                late = [request for request, due in door.due.items() if now > due]
+                problem = f"tokenizer-{door.rank} gave no outcome within the deadline"
+                self._lose(door, late, "DeadlineExceeded", problem)
+                self._greet(door)
+
+    def _lose(self, door: _Door, requests: Sequence[bytes], kind: str, problem: str) -> None:
+        """Answer for a tokenizer that does not."""
+        origin = wire.Origin("tokenizer", door.rank, door.members.origin.epoch if door.members else 1)
+        for request in requests:
+            failure = wire.Failure(kind, problem, origin, retryable=True)
+            self._say(door, wire.Cancel(request, 0))  # should it come back
+            self._finish(door, wire.Failed(request, 0, failure))
+
+    def _finish(self, door: _Door, outcome: Outcome) -> None:
+        future = door.open.pop(outcome.request, None)
+        door.due.pop(outcome.request, None)
+        self._owner.pop(outcome.request, None)
+        if future is not None and not future.done():
+            future.set_result(outcome)
 
     @property
     def _origin(self) -> wire.Origin:
@@ -220,9 +264,19 @@ def _part(part: Part, frames: list[Buffer]) -> wire.Part:
     if isinstance(part, str):
         return wire.TextPart(part)
     if isinstance(part, np.ndarray):
+        if part.dtype.kind not in "iu" or part.ndim != 1 or (part.size and not 0 <= part.min() <= part.max() < 1 << 31):
+            raise BadRequest(f"token ids of {part.dtype} {part.shape}: a row of integers from 0 to 2^31-1 is needed")
         return wire.TokensPart(part.astype("<i4").tobytes())
     frames.append(part)
     return wire.ImagePart(len(frames) - 1)
+
+
+def _check(submit: wire.Submit, frames: Sequence[Buffer], limits: Limits) -> None:
+    """Raise BadRequest for what a tokenizer could not even decode, and so not answer."""
+    try:
+        decode(encode(submit, frames), limits)
+    except (BadMessage, OverflowError, TypeError, ValueError) as problem:
+        raise BadRequest(str(problem)) from None
 
 
 def _refused(problem: BadMessage) -> None:

@@ -88,7 +88,7 @@ class LimitsSpec(Spec, frozen=True):
 class TimeoutsSpec(Spec, frozen=True):
     start_s: Seconds = 120.0  #: until every stage is ready
     drain_s: Seconds = 30.0  #: grace period of a stop
-    heartbeat_s: Seconds = 1.0
+    heartbeat_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 1.0
     quarantine_s: Seconds = 5.0  #: without a heartbeat for this long a peer gets no new work
     ready_s: Seconds = 10.0  #: a consumer's wait for a lease's bytes
 
@@ -119,7 +119,7 @@ class Deployment(Spec, frozen=True):
 
 
 def load(
-    path: Path,
+    path: Path | str,
     settings: Sequence[str] = (),
     *,
     environ: Mapping[str, str] = MappingProxyType({}),
@@ -136,7 +136,7 @@ def load(
     Relative paths start at the file's folder; those given by a setting, at the current one.
     Raises ConfigError naming file (or `--set`), line, key, value and remedy.
     """
-    document = migrated(apply_overrides(read(path), settings), environ, tell)
+    document = migrated(apply_overrides(read(Path(path)), settings), environ, tell)
     deployment = _with_paths(document, document.decode(Deployment))
     for problem, keys in _contradictions(deployment):
         raise document.error(problem, *keys)

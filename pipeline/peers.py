@@ -3,8 +3,11 @@
 A process says Hello to everybody downstream of it, however early: ZeroMQ keeps the message until the peer has
 bound its inbox, so the order of starting does not matter. The answer, Welcome, tells the peer's epoch. Where
 the process has a pool it then announces it; the peer maps it and says Ready, or Ready with the reason why it
-cannot, and is sent its payloads inline. A peer that is silent for too long is quarantined: it gets no new
-work until it is heard again.
+cannot, and is sent its payloads inline.
+
+A peer is *quarantined*, and gets no new work, while it is silent for too long, or for the rest of its life once it has
+acknowledged what it was never lent. What it has been given stays with it either way: only its death proves that it
+reads no more.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -20,33 +22,13 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.channels import Outbox
+from tensorferry.pipeline.peer import Peer
 
 log = structlog.get_logger()
 
 Key = tuple[str, int]  #: (stage, rank)
 #: Who sends work to whom.
 DOWNSTREAM = {"tokenizer": ("encoder", "scheduler"), "encoder": ("scheduler",), "scheduler": ()}
-
-
-@dataclass(slots=True)
-class Peer:
-    """Another process, as far as this one knows it."""
-
-    stage: str
-    rank: int
-    outbox: Outbox
-    downstream: bool  #: it takes our work, and we wait for it to be ready
-    epoch: int = 0  #: 0: not heard yet
-    column: int | None = None  #: its column in our pool, None: it cannot read it
-    ready: bool = False
-    leaving: bool = False
-    wants: bool = False  #: it waits for our Ready
-    refusal: str = ""  #: why its pool cannot be read here
-    heard_at: float = 0.0
-    gauges: tuple[wire.Gauge, ...] = field(default=())
-
-    def __str__(self) -> str:
-        return f"{self.stage}-{self.rank}"
 
 
 class Peers:
@@ -75,7 +57,8 @@ class Peers:
         self._announcement: wire.Pool | None = None
         self._open = False  # we take work ourselves
         self._changed = asyncio.Event()
-        self._last_states: tuple[str, ...] = ()
+        self._beat_at = self._greeted_at = time.monotonic()
+        self._last_states: dict[Key, str] = {}
 
     # --- who
 
@@ -84,8 +67,7 @@ class Peers:
 
     def usable(self, stage: str) -> list[Peer]:
         """The peers of a stage that may be sent work now, by rank."""
-        now = time.monotonic()
-        found = [peer for peer in self if peer.stage == stage and self._state(peer, now) == "ready"]
+        found = [peer for peer in self if peer.stage == stage and peer.state == "ready"]
         return sorted(found, key=lambda peer: peer.rank)
 
     def get(self, stage: str, rank: int, epoch: int) -> Peer:
@@ -95,11 +77,17 @@ class Peers:
             raise PeerGone(f"{stage}-{rank}", "is not there in that life")
         return peer
 
+    def taker(self, stage: str, rank: int, epoch: int) -> Peer:
+        """`get`, of one that is to take a lease. Raises PeerGone also when it is quarantined: it would keep it."""
+        peer = self.get(stage, rank, epoch)
+        if peer.state == "quarantined":
+            raise PeerGone(str(peer), peer.quarantine)
+        return peer
+
     def members(self) -> tuple[wire.Member, ...]:
         """Everybody downstream, by stage and rank."""
-        now = time.monotonic()
         return tuple(
-            wire.Member(peer.stage, peer.rank, peer.epoch, self._state(peer, now), peer.gauges)
+            wire.Member(peer.stage, peer.rank, peer.epoch, peer.state, peer.gauges)
             for peer in sorted(self, key=lambda peer: (peer.stage, peer.rank))
             if peer.downstream
         )
@@ -123,10 +111,13 @@ class Peers:
     def greet(self, inboxes: Mapping[Key, str]) -> None:
         """Say Hello to these peers, downstream of us."""
         for (stage, rank), address in inboxes.items():
-            peer = Peer(stage, rank, self._connect(address, f"{stage}-{rank}"), downstream=True)
+            peer = Peer(stage, rank, self._connect(address, f"{stage}-{rank}"), True, self._quarantine_s)
             self._peers[stage, rank] = peer
-            hello = wire.Hello(wire.PROTOCOL_VERSION, self.origin, self._inbox, self._capabilities)
-            self.send(peer, hello)
+            self._greet(peer)
+
+    def _greet(self, peer: Peer) -> None:
+        self._greeted_at = time.monotonic()
+        self.send(peer, wire.Hello(wire.PROTOCOL_VERSION, self.origin, self._inbox, self._capabilities))
 
     def announce(self, announcement: wire.Pool) -> None:
         """Our pool is there: tell everybody downstream, now and when they come."""
@@ -162,19 +153,37 @@ class Peers:
         """A peer's process is proven dead; its column is gone with it."""
         peer = self._peers.get((origin.stage, origin.rank))
         if peer is not None and peer.epoch == origin.epoch:
-            peer.ready, peer.column = False, None
-            log.warning("peer_died", peer=str(peer))
+            peer.ready, peer.column, peer.dead = False, None, True
+            if peer.leaving:
+                log.info("peer_left", peer=str(peer))
+            else:
+                log.warning("peer_died", peer=str(peer))
+            self._touch()
+
+    def quarantined(self, origin: wire.Origin) -> None:
+        """A peer has acknowledged what it was never lent: it gets nothing more in this life."""
+        peer = self._peers.get((origin.stage, origin.rank))
+        if peer is not None and peer.epoch == origin.epoch:
+            peer.distrusted = True
             self._touch()
 
     def beat(self, in_flight: int, gauges: tuple[wire.Gauge, ...]) -> None:
-        """Tell everybody we know that we live, and notice who changed state."""
+        """Tell everybody we know that we live, and notice who changed state. To be called again and again."""
         heartbeat = wire.Heartbeat(self.origin, in_flight, gauges)
         for peer in self:
             if peer.epoch:
                 self.send(peer, heartbeat)
         now = time.monotonic()
-        states = tuple(self._state(peer, now) for peer in self)
+        again = now - self._greeted_at > self._quarantine_s / 2  # one that has come again does not know us yet
+        for peer in self:
+            peer.was_silent(now - self._beat_at)
+            if again and peer.downstream and peer.over:
+                self._greet(peer)
+        self._beat_at = now
+        states = {(peer.stage, peer.rank): peer.state for peer in self}
         if states != self._last_states:
+            for peer in self:
+                _log_change(peer, self._last_states.get((peer.stage, peer.rank), ""))
             self._last_states = states
             self._touch()
 
@@ -205,8 +214,9 @@ class Peers:
                     return True
                 if message.refusal:
                     raise HandshakeRefused(str(peer), message.refusal)
-                _meet(peer, origin.epoch)
-                peer.ready = False
+                if not peer.meet(origin.epoch):
+                    log.warning("welcome_refused", peer=str(peer), epoch=origin.epoch)
+                    return True
                 self._heard(peer)
                 if self._announcement is not None:
                     self.send(peer, self._announcement)
@@ -226,7 +236,7 @@ class Peers:
                 peer = self._peers.get((origin.stage, origin.rank))
                 if peer is not None and peer.epoch == origin.epoch:
                     peer.gauges = message.gauges
-                    peer.heard_at = time.monotonic()
+                    peer.silent_s = 0.0
             case wire.Drain(origin=origin) | wire.Drained(origin=origin):
                 peer = self._peers.get((origin.stage, origin.rank))
                 if peer is not None and peer.epoch == origin.epoch:
@@ -244,16 +254,21 @@ class Peers:
         peer = self._peers.get((origin.stage, origin.rank))
         if peer is None:
             outbox = self._connect(hello.inbox, f"{origin.stage}-{origin.rank}")
-            peer = Peer(origin.stage, origin.rank, outbox, downstream=False)
+            peer = Peer(origin.stage, origin.rank, outbox, False, self._quarantine_s)
             self._peers[origin.stage, origin.rank] = peer
-        _meet(peer, origin.epoch)
-        peer.ready, peer.leaving, peer.wants, peer.refusal = True, False, False, ""
         refusal = ""
         if hello.version != wire.PROTOCOL_VERSION:
             refusal = f"protocol version {hello.version}; {self.origin.stage} speaks {wire.PROTOCOL_VERSION}"
+        elif not peer.meet(origin.epoch):
+            log.warning("hello_refused", peer=str(peer), epoch=origin.epoch, reason="the life that is known goes on")
+            return  # a real one asks again
         self.send(peer, wire.Welcome(wire.PROTOCOL_VERSION, self.origin, origin.epoch, self._capabilities, refusal))
-        self._heard(peer)
-        if not refusal and "pool" not in hello.capabilities:
+        if refusal:
+            return
+        if not peer.ready:
+            peer.ready = True
+            self._heard(peer)
+        if "pool" not in hello.capabilities:
             self._say_ready(peer)
 
     def _say_ready(self, peer: Peer) -> None:
@@ -262,24 +277,18 @@ class Peers:
             self.send(peer, wire.Ready(self.origin, peer.epoch, peer.refusal))
 
     def _heard(self, peer: Peer) -> None:
-        peer.heard_at = time.monotonic()
+        peer.silent_s = 0.0
         self._touch()
 
     def _touch(self) -> None:
         self._changed.set()
 
-    def _state(self, peer: Peer, now: float) -> str:
-        if peer.leaving:
-            return "leaving"
-        if not peer.ready:
-            return "waiting"
-        return "ready" if now - peer.heard_at < self._quarantine_s else "quarantined"
 
-
-def _meet(peer: Peer, epoch: int) -> None:
-    """This is a peer's life now. The column of a former one is not its own: what is booked there, nobody would owe."""
-    if peer.epoch != epoch:
-        peer.epoch, peer.column = epoch, None
+def _log_change(peer: Peer, before: str) -> None:
+    if peer.state == "quarantined" != before:
+        log.warning("peer_quarantined", peer=str(peer), reason=peer.quarantine)
+    elif before == "quarantined" != peer.state:
+        log.info("peer_heard_again", peer=str(peer), state=peer.state)
 
 
 class HandshakeRefused(FerryError):

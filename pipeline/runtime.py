@@ -186,7 +186,8 @@ class Runtime:
                 os.close(descriptor)
                 owner = self.owner(stage, rank)
                 who = f"it is {owner}" if owner else "its owner is just coming or going; try again"
-                raise DeploymentError(f"{stage} {rank} of deployment {self.name!r} is already running: {who}") from None
+                what = "" if stage == "deployment" else f"{stage}-{rank} of "
+                raise DeploymentError(f"{what}deployment {self.name!r} is already running: {who}") from None
             except FileNotFoundError:
                 os.close(descriptor)  # unlinked by its last owner after we had opened it
                 continue

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +20,16 @@ from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline import broker, telemetry
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.config import Deployment, PoolSpec
-from tensorferry.pipeline.peers import DOWNSTREAM, Key, Peers
+from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.sockets import Context
 
 log = structlog.get_logger()
 
 RECYCLE_PERIOD_S = PoolSpec().recycle_s  #: unless the deployment file says otherwise
+ATTACH_S = 10.0  #: for a peer's pool to be mapped
 FLUSH_S = 1.0  #: for a peer to take our last messages
+LINGER_S = 0.2  #: the same for a process that is cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Stage:
     origin: wire.Origin
     runtime: Runtime
     context: Context
+    channels: ExitStack  #: closed after the last task has ended
     inbox: Inbox
     peers: Peers
     reader: Reader
@@ -66,6 +70,17 @@ class Stage:
         log.warning("message_refused", problem=str(problem))
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A bug that one message brings out ends with that message, and not with the process."""
+        try:
+            yield
+        except (HandshakeRefused, asyncio.CancelledError):
+            raise
+        except Exception:
+            self.counters.count("messages_crashed")
+            log.exception("message_crashed")
+
+    @contextmanager
     def running(self, *loops: Coroutine[Any, Any, None]) -> Iterator[None]:
         """Run these beside the block; they are cancelled with it, and the block with them if one fails."""
         tasks = [self.tasks.create_task(loop) for loop in loops]
@@ -78,6 +93,7 @@ class Stage:
     def gauges(self) -> tuple[wire.Gauge, ...]:
         """What this process says of itself in its heartbeats."""
         numbers: dict[str, float] = {f"drafts_{how}": count for how, count in self.publisher.drafts.items()}
+        numbers["proxies_stale"] = self.reader.stale
         if self.publisher.pool is not None:
             statistics = self.publisher.pool.statistics()
             numbers |= {f"pool_{name}": getattr(statistics, name) for name in statistics.__struct_fields__}
@@ -136,12 +152,13 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         inbox = Inbox(context, address, limits, lambda problem: self.refused(problem))
         undo.callback(inbox.close)
         reader = undo.enter_context(Reader(origin.epoch))
+        channels = undo.enter_context(ExitStack())  # they outlive the tasks, which send to their very end
         tasks = asyncio.TaskGroup()
         peers = Peers(
             origin,
             address,
             upstream=inboxes(deployment, runtime, *(name for name, takers in DOWNSTREAM.items() if stage in takers)),
-            connect=lambda address, name: _connected(undo, context, address, name),
+            connect=lambda address, name: _connected(channels, context, address, name),
             attach=lambda announcement: _attach(tasks, peers, reader, origin, announcement),
             quarantine_s=deployment.timeouts.quarantine_s,
             capabilities=("pool",) if share is not None else (),
@@ -156,15 +173,23 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             inline_below_nbytes=share.inline_below_nbytes if share is not None else 0,
             on_fallback=_FallbackWarning(counters, share),
         )
-        self = Stage(deployment, origin, runtime, context, inbox, peers, reader, publisher, counters, limits, tasks)
+        self = Stage(
+            deployment, origin, runtime, context, channels, inbox, peers, reader, publisher, counters, limits, tasks
+        )
         await undo.enter_async_context(tasks)
-        upkeep = [tasks.create_task(_beat(self), name="heartbeat")]
+        upkeep = [tasks.create_task(_beat(self), name="heartbeat"), tasks.create_task(_forget(self), name="forgetter")]
         if pool is not None:
             path = runtime.broker(stage, rank)
-            await undo.enter_async_context(
-                broker.Broker(path, pool, on_admitted=peers.admitted, on_died=lambda origin, _: peers.died(origin))
+            serving = broker.Broker(
+                path,
+                pool,
+                on_admitted=peers.admitted,
+                on_died=lambda origin, _: peers.died(origin),
+                on_quarantined=lambda origin, _: peers.quarantined(origin),
             )
-            upkeep.append(tasks.create_task(broker.recycle(pool, deployment.pool.recycle_s), name="recycler"))
+            await undo.enter_async_context(serving)
+            recycler = broker.recycle(pool, deployment.pool.recycle_s, serving.check_words)
+            upkeep.append(tasks.create_task(recycler, name="recycler"))
             peers.announce(wire.Pool(origin, pool.description, path))
         peers.greet(inboxes(deployment, runtime, *DOWNSTREAM[stage]))
         log.info("started", epoch=origin.epoch)
@@ -177,9 +202,9 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         await asyncio.gather(*(peer.outbox.flush(FLUSH_S) for peer in peers))
 
 
-def _connected(undo: AsyncExitStack, context: Context, address: str, name: str) -> Outbox:
+def _connected(channels: ExitStack, context: Context, address: str, name: str) -> Outbox:
     outbox = Outbox(context, address, name)
-    undo.callback(outbox.close)
+    channels.callback(outbox.close, LINGER_S)
     return outbox
 
 
@@ -191,7 +216,10 @@ def _attach(
     async def attach() -> None:
         refusal = ""
         try:
-            await broker.attach(announcement.broker, origin, announcement.description.pool, reader, timeout_s=10.0)
+            if announcement.description.pool not in reader.pools:  # else it was announced again
+                await broker.attach(
+                    announcement.broker, origin, announcement.description.pool, reader, timeout_s=ATTACH_S
+                )
         except FerryError as problem:
             refusal = str(problem)
         peers.attached(announcement.origin, refusal)
@@ -200,8 +228,25 @@ def _attach(
 
 
 async def _beat(stage: Stage) -> None:
+    lock, lost = stage.runtime.lock(stage.origin.stage, stage.origin.rank), False
     while True:
         stage.peers.beat(stage.in_flight(), stage.gauges())
+        if not lost and not lock.exists():
+            lost = True
+            log.error("runtime_directory_lost", lock=str(lock), remedy="nobody new can connect: restart the deployment")
+        await asyncio.sleep(stage.deployment.timeouts.heartbeat_s)
+
+
+async def _forget(stage: Stage) -> None:
+    """Unmap the pools of dead producers, as soon as no request that they had a part in can be left."""
+    seen_at: dict[int, float] = {}
+    while True:
+        now = time.monotonic()
+        seen_at = {pool: seen_at.get(pool, now) for pool in stage.reader.orphans()}
+        for pool, at in seen_at.items():
+            if now - at > stage.deployment.limits.request_timeout_s:
+                await asyncio.to_thread(stage.reader.detach, pool)
+                log.info("pool_forgotten", pool=pool)
         await asyncio.sleep(stage.deployment.timeouts.heartbeat_s)
 
 

@@ -26,7 +26,7 @@ from tensorferry.pipeline.config import Deployment, resolved
 from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
 from tensorferry.pipeline.readiness import readable
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import ranks_of
+from tensorferry.pipeline.stage import inboxes, ranks_of
 
 log = structlog.get_logger()
 
@@ -38,10 +38,10 @@ KILL_S = 10.0  #: for the kernel to end a killed process; GPU work in flight tak
 
 #: What libraries take their number of threads from.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-#: glibc then copies 1 MiB and more past the caches, which takes two thirds of the time (docs/performance.md). Its own
-#: threshold is three quarters of the last-level cache, which on a shared machine is mostly somebody else's. It is
-#: read when a process starts, and ignored by other C libraries.
-COPY_VARIABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
+#: glibc then copies 16 MiB and more past the caches, which halves the time of such a copy and of reading it (see
+#: docs/performance.md); smaller ones are better read from a cache. Its own threshold is three quarters of the last
+#: cache, which on a shared machine is mostly somebody else's. Read when a process starts; other C libraries ignore it.
+COPY_VARIABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
 
 Command = Callable[[str, int], Sequence[str]]  #: (stage, rank) -> argument list
 
@@ -77,6 +77,9 @@ class Supervisor:
             undo.enter_context(runtime.own("deployment", 0, str(config_file)))
             runtime.sweep()
             undo.callback(runtime.sweep)
+            for stage, rank in inboxes(deployment, runtime, *DRAIN_ORDER):
+                if runtime.lock(stage, rank).exists():  # not swept: its owner lives
+                    raise DeploymentError(f"{stage}-{rank} runs already: {runtime.owner(stage, rank)}; stop it first")
             self = cls(deployment, command)
             undo.push_async_exit(self._stop)
             for stage, ranks in ranks_of(deployment).items():
@@ -283,7 +286,7 @@ def start_command(config_file: Path, overrides: Sequence[str]) -> Command:
     """`tensorferry start`, with this interpreter."""
     settings = [argument for setting in overrides for argument in ("--set", setting)]
     return lambda stage, rank: [
-        *(sys.executable, "-m", "tensorferry", "start", stage),
+        *(sys.executable, "-P", "-m", "tensorferry", "start", stage),
         *("--rank", str(rank), "--config", str(config_file), *settings),
     ]
 

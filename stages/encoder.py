@@ -21,7 +21,7 @@ from tensorferry.codecs.publisher import Draft
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import Deployment, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.peers import Peer
+from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import PoolShare, Stage, opened
 from tensorferry.stages.adapters.base import ItemInfo, ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
@@ -41,15 +41,15 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         "embeddings_pool.budget_mb",
     )
     async with opened(deployment, "encoder", rank, share) as stage:
-        with ThreadPoolExecutor(1, "encode") as thread:
-            adapter = await run_to_end(thread, partial(make_adapter, deployment.model, deployment.encoder.threads))
-            encoder = Encoder(stage, adapter, thread)
-            with stage.running(encoder.hear(), encoder.encode()):
-                await stage.peers.wait_ready()
-                stage.peers.open()
-                stop.announce_ready()
-                await stop.wait_draining()
-                await encoder.drain()
+        thread = stage.channels.enter_context(ThreadPoolExecutor(1, "encode"))
+        adapter = await run_to_end(thread, partial(make_adapter, deployment.model, deployment.encoder.threads))
+        encoder = Encoder(stage, adapter, thread)
+        with stage.running(encoder.hear(), encoder.encode()):
+            await stage.peers.wait_ready()
+            stage.peers.open()
+            stop.announce_ready()
+            await stop.wait_draining()
+            await encoder.drain()
 
 
 class Encoder:
@@ -65,17 +65,21 @@ class Encoder:
     async def hear(self) -> None:
         """Take what peers send, for ever."""
         async for received in self._stage.inbox:
-            match received.message:
-                case wire.Encode(to=to) as job if to == self._stage.epoch:
-                    self._in_flight += 1
-                    self._jobs.put_nowait((job, received.frames))
-                case wire.Encode():
-                    self._stage.counters.count("mail_of_a_former_life")
-                case wire.Cancel(request=request, attempt=attempt):
-                    self._over.add(request, attempt)
-                case message:
-                    if not self._stage.peers.hear(message):
-                        self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
+            with self._stage.alone():
+                self._take(received.message, received.frames)
+
+    def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
+        match message:
+            case wire.Encode(to=to) as job if to == self._stage.epoch:
+                self._in_flight += 1
+                self._jobs.put_nowait((job, frames))
+            case wire.Encode():
+                self._stage.counters.count("mail_of_a_former_life")
+            case wire.Cancel(request=request, attempt=attempt):
+                self._over.add(request, attempt)
+            case _:
+                if not self._stage.peers.hear(message):
+                    self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
 
     async def encode(self) -> None:
         """Take a job, load what this rank owns, encode it, send the embeddings; for ever."""
@@ -104,6 +108,7 @@ class Encoder:
         features = Features(self._stage, job, frames)
         try:
             if self._over.covers(job.request, job.attempt) or time.monotonic_ns() > job.deadline_ns:
+                self._stage.counters.count("jobs_late")
                 return []
             owned = self._owned(job)
             outputs = Outputs(self._stage, owned, embeddings)
@@ -134,11 +139,14 @@ class Encoder:
 
     def _send(self, job: wire.Encode, made: Sequence[Made], marks: tuple[wire.Mark, ...]) -> None:
         """Hand the embeddings to every scheduler rank that attends to the request: no await in here."""
-        if not made or self._over.covers(job.request, job.attempt):
+        if not made:
+            return
+        if self._over.covers(job.request, job.attempt):
+            self._stage.counters.count("embeddings_late")
             return
         spec = self._stage.deployment.scheduler
         count = acknowledging(len(job.schedulers), spec.tp_size, spec.attention_tp_size)
-        peers = [self._stage.peers.get("scheduler", rank.rank, rank.epoch) for rank in job.schedulers[:count]]
+        peers = [self._stage.peers.taker("scheduler", rank.rank, rank.epoch) for rank in job.schedulers[:count]]
         for peer in peers:
             frames: list[Buffer] = []
             items = tuple(

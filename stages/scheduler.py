@@ -47,6 +47,7 @@ class Pending:
     embeddings: dict[int, Mapping[str, View]] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)  #: step -> the latest time over all encoder ranks
     until_ns: int = 0
+    ready: EngineRequest | None = None  #: what the engine gets, once everything is here and fits
     problem: FerryError | None = None  #: its embeddings are unusable; told to the owner as soon as that is known
 
 
@@ -57,6 +58,9 @@ class Scheduler:
         self._stage, self._engine = stage, engine
         self._budget = stage.deployment.scheduler.batch_tokens
         self._patience_ns = int(stage.deployment.limits.request_timeout_s * 1e9)
+        limits = stage.deployment.limits
+        #: More than all tokenizers together may have in flight are not of this deployment.
+        self._most_pending = 2 * stage.deployment.tokenizer.workers * limits.in_flight_requests
         self._pending: dict[tuple[bytes, int], Pending] = {}
         self._ready: deque[Pending] = deque()
         self._wake = asyncio.Event()
@@ -68,19 +72,23 @@ class Scheduler:
     async def hear(self) -> None:
         """Take what peers send, for ever."""
         async for received in self._stage.inbox:
-            match received.message:
-                case wire.Admit(to=to) as admit if to == self._stage.epoch:
-                    self._admit(admit)
-                case wire.Embeddings(to=to) as embeddings if to == self._stage.epoch:
-                    self._collect(embeddings, received.frames)
-                case wire.Admit() | wire.Embeddings():
-                    self._stage.counters.count("mail_of_a_former_life")
-                case wire.Cancel(request=request, attempt=attempt):
-                    self._over.add(request, attempt)
-                    self._pending.pop((request, attempt), None)
-                case message:
-                    if not self._stage.peers.hear(message):
-                        self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
+            with self._stage.alone():
+                self._take(received.message, received.frames)
+
+    def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
+        match message:
+            case wire.Admit(to=to) as admit if to == self._stage.epoch:
+                self._admit(admit)
+            case wire.Embeddings(to=to) as embeddings if to == self._stage.epoch:
+                self._collect(embeddings, frames)
+            case wire.Admit() | wire.Embeddings():
+                self._stage.counters.count("mail_of_a_former_life")
+            case wire.Cancel(request=request, attempt=attempt):
+                self._over.add(request, attempt)
+                self._pending.pop((request, attempt), None)
+            case _:
+                if not self._stage.peers.hear(message):
+                    self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
 
     async def run(self) -> None:
         """Take as many complete requests as the token budget allows, run them, report each; for ever."""
@@ -101,9 +109,7 @@ class Scheduler:
             await asyncio.sleep(SWEEP_PERIOD_S)
             now = time.monotonic_ns()
             for key in [key for key, pending in self._pending.items() if now > pending.until_ns]:
-                del self._pending[key]
-                self._over.add(*key)
-                self._stage.counters.count("requests_expired")
+                self._expire(key)
 
     async def drain(self) -> None:
         """Finish what is complete; what is not was given up by its owner, which left before us."""
@@ -113,6 +119,11 @@ class Scheduler:
             self._idle.clear()
             await self._idle.wait()
 
+    def _expire(self, key: tuple[bytes, int]) -> None:
+        del self._pending[key]
+        self._over.add(*key)
+        self._stage.counters.count("requests_expired")
+
     # --- collecting
 
     def _admit(self, admit: wire.Admit) -> None:
@@ -120,7 +131,7 @@ class Scheduler:
             return
         pending = self._of(admit.request, admit.attempt)
         pending.admit = admit
-        pending.until_ns = admit.deadline_ns
+        pending.until_ns = min(admit.deadline_ns, time.monotonic_ns() + self._patience_ns)
         if pending.problem is not None:
             self._fail(admit.request, admit.attempt, pending, pending.problem)
             return
@@ -161,6 +172,8 @@ class Scheduler:
     def _of(self, request: bytes, attempt: int) -> Pending:
         pending = self._pending.get((request, attempt))
         if pending is None:
+            while len(self._pending) >= self._most_pending:
+                self._expire(next(iter(self._pending)))
             pending = self._pending[request, attempt] = Pending(until_ns=time.monotonic_ns() + self._patience_ns)
         return pending
 
@@ -170,7 +183,8 @@ class Scheduler:
         if admit is None or any(span.item not in pending.embeddings for span in admit.spans):
             return
         try:
-            check(admit, pending.embeddings)
+            check(admit, pending.embeddings, self._stage.epoch)
+            pending.ready = splice(admit, pending.embeddings)
         except FerryError as problem:
             self._fail(request, attempt, pending, problem)
             return
@@ -189,6 +203,7 @@ class Scheduler:
             pending = self._ready[0]
             admit = pending.admit
             assert admit is not None
+            assert pending.ready is not None
             cost = len(admit.token_ids) // 4 + admit.output_tokens
             if batch and cost > budget:
                 break
@@ -196,7 +211,7 @@ class Scheduler:
             if self._over.covers(admit.request, admit.attempt):
                 continue
             budget -= cost
-            batch.append((admit, pending, splice(admit, pending.embeddings)))
+            batch.append((admit, pending, pending.ready))
         return batch
 
     async def _run(self, batch: Sequence[tuple[wire.Admit, Pending, EngineRequest]]) -> None:
@@ -240,16 +255,26 @@ class Scheduler:
             self._stage.peers.send(self._stage.peers.get(owner.stage, owner.rank, owner.epoch), message)
 
 
-def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> None:
-    """Raise BadItem or BadMessage unless every placeholder has exactly one row of embeddings."""
-    token_count = len(admit.token_ids) // 4
-    for span in admit.spans:
-        if span.offset + span.length > token_count:
-            raise BadMessage(f"placeholders {span.offset} to {span.offset + span.length} of {token_count} tokens")
+def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]], epoch: int) -> None:
+    """Raise BadItem or BadMessage unless every placeholder has exactly one row of embeddings, all of one kind."""
+    if len(admit.token_ids) % 4:
+        raise BadMessage(f"token ids of {len(admit.token_ids)} bytes; int32 takes 4 each")
+    if all(rank.epoch != epoch for rank in admit.schedulers):
+        raise BadMessage("this rank is not among the schedulers of the request")
+    end, kind = 0, None
+    for index, span in enumerate(admit.spans):
+        if span.item != index or span.offset < end:
+            raise BadMessage(f"span {index} is of item {span.item}, from token {span.offset} behind token {end}")
+        end = span.offset + span.length
         first = next(iter(embeddings[span.item].values()), None)
         rows = first.shape[0] if first is not None and first.shape else 0
-        if rows != span.length:
+        if first is None or rows != span.length:
             raise BadItem(span.item, f"{rows} rows of embeddings for {span.length} placeholders")
+        kind = kind or (first.dtype, first.shape[1:])
+        if (first.dtype, first.shape[1:]) != kind:
+            raise BadItem(span.item, f"embeddings of {first.dtype} {first.shape[1:]} beside others of {kind}")
+    if end > len(admit.token_ids) // 4:
+        raise BadMessage(f"placeholders up to token {end} of {len(admit.token_ids) // 4}")
     if extra := embeddings.keys() - {span.item for span in admit.spans}:
         raise BadMessage(f"embeddings for items {sorted(extra)}, which have no placeholders")
 

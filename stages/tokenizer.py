@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,8 +30,8 @@ from tensorferry.codecs.publisher import Draft, Layout
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.peers import Peer
-from tensorferry.pipeline.stage import FLUSH_S, PoolShare, Stage, opened
+from tensorferry.pipeline.peer import Peer
+from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
 from tensorferry.stages.assignment import assign
 from tensorferry.stages.processors.base import BadMedia, Plan, Processor
 from tensorferry.stages.processors.registry import make_processor
@@ -56,17 +56,16 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
     processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
     text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
     async with opened(deployment, "tokenizer", rank, share) as stage:
-        with (
-            closing(FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)) as door,
-            ThreadPoolExecutor(deployment.tokenizer.threads, "decode") as threads,
-        ):
-            tokenizer = Tokenizer(stage, door, threads, processor, text)
-            with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.tell_clients()):
-                await stage.peers.wait_ready()
-                stop.announce_ready()
-                await stop.wait_draining()
-                await tokenizer.drain()
-            await door.flush(FLUSH_S)
+        door = FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)
+        stage.channels.callback(door.close, LINGER_S)
+        threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
+        tokenizer = Tokenizer(stage, door, threads, processor, text)
+        with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.tell_clients()):
+            await stage.peers.wait_ready()
+            stop.announce_ready()
+            await stop.wait_draining()
+            await tokenizer.drain()
+        await door.flush(FLUSH_S)
 
 
 @dataclass(slots=True)
@@ -119,20 +118,24 @@ class Tokenizer:
     async def serve_clients(self) -> None:
         """Take what clients send, for ever."""
         async for received in self._door:
-            match received.message:
-                case wire.Submit() as submit:
-                    self._accept(received.peer, submit, received.frames)
-                case wire.Cancel(request=request):
-                    owned = self._requests.get(request)
-                    if owned is not None and owned.client == received.peer:
-                        owned.cancel()
-                case wire.Hello():
-                    self._clients.add(received.peer)
-                    self._answer(received.peer, self._members())
-                case wire.Drained():
-                    self._clients.discard(received.peer)
-                case other:
-                    self._stage.refused(BadMessage(f"a client sent {type(other).__name__}"))
+            with self._stage.alone():
+                self._take(received.peer, received.message, received.frames)
+
+    def _take(self, client: bytes, message: wire.Message, frames: Sequence[Buffer]) -> None:
+        match message:
+            case wire.Submit() as submit:
+                self._accept(client, submit, frames)
+            case wire.Cancel(request=request):
+                owned = self._requests.get(request)
+                if owned is not None and owned.client == client:
+                    owned.cancel()
+            case wire.Hello():
+                self._clients.add(client)
+                self._answer(client, self._members())
+            case wire.Drained():
+                self._clients.discard(client)
+            case other:
+                self._stage.refused(BadMessage(f"a client sent {type(other).__name__}"))
 
     async def tell_clients(self) -> None:
         """Tell clients of every change among the peers, for ever."""
@@ -202,7 +205,8 @@ class Tokenizer:
                 async with asyncio.timeout(timeout_s):
                     outcome = await self._serve(request, frames, marks, timeout_s)
             except (FerryError, TimeoutError, asyncio.CancelledError) as problem:
-                outcome = wire.Failed(submit.request, submit.attempt, self._failure(problem, timeout_s))
+                failure = self._failure(problem, timeout_s, request.told)
+                outcome = wire.Failed(submit.request, submit.attempt, failure)
             except Exception as bug:
                 log.exception("request_crashed")
                 outcome = wire.Failed(submit.request, submit.attempt, self._failure(bug, timeout_s))
@@ -382,29 +386,30 @@ class Tokenizer:
         return [encoders[owner].rank for owner in owners]
 
     def _attention_group(self, request: bytes) -> list[Peer]:
-        """The scheduler ranks that attend to this request together: one group of ranks, by request id."""
+        """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""
         spec = self._stage.deployment.scheduler
         size = spec.attention_tp_size
-        groups = spec.groups * spec.tp_size // size
-        first = int.from_bytes(request[:8], "big") % groups * size
         usable = {peer.rank: peer for peer in self._stage.peers.usable("scheduler")}
-        missing = [rank for rank in range(first, first + size) if rank not in usable]
-        if missing:
-            raise PeerGone(f"scheduler-{missing[0]}", "is not ready")
-        return [usable[rank] for rank in range(first, first + size)]
+        groups = [range(first, first + size) for first in range(0, spec.groups * spec.tp_size, size)]
+        whole = [group for group in groups if usable.keys() >= set(group)]
+        if not whole:
+            raise PeerGone("scheduler", "no attention group has all of its ranks ready")
+        return [usable[rank] for rank in whole[int.from_bytes(request[:8], "big") % len(whole)]]
 
     def _cancel(self, request: Request) -> None:
         """Tell everybody who knows of a request that it is over."""
         for peer in request.told:
             self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.submit.attempt))
 
-    def _failure(self, problem: BaseException, timeout_s: float) -> wire.Failure:
+    def _failure(self, problem: BaseException, timeout_s: float, told: Sequence[Peer] = ()) -> wire.Failure:
         origin = self._stage.origin
         match problem:
             case BadItem(index=index):
                 return wire.Failure("BadItem", str(problem)[:4096], origin, index)
             case TimeoutError():
-                return wire.Failure("DeadlineExceeded", f"not done within {timeout_s:g} s", origin, retryable=True)
+                silent = [f"{peer} {peer.quarantine}" for peer in told if peer.state == "quarantined"]
+                text = "; ".join([f"not done within {timeout_s:g} s", *silent])
+                return wire.Failure("DeadlineExceeded", text[:4096], origin, retryable=True)
             case asyncio.CancelledError():
                 return wire.Failure("Cancelled", "cancelled by the client, or the deployment stopped", origin)
             case FerryError():
@@ -426,22 +431,27 @@ class Tokenizer:
     async def hear_peers(self) -> None:
         """Take what encoders and schedulers report, for ever."""
         async for received in self._stage.inbox:
-            match received.message:
-                case wire.Done() as done:
-                    request = self._owned(done.request, done.attempt)
-                    if request is not None and done.origin.rank in request.waiting:
-                        request.waiting.discard(done.origin.rank)
-                        request.reports[done.origin.rank] = done
-                        if not request.waiting:
-                            request.finished.set()
-                case wire.Failed() as failed:
-                    request = self._owned(failed.request, failed.attempt)
-                    if request is not None and request.failure is None:
-                        request.failure = failed.failure
+            with self._stage.alone():
+                self._take_report(received.message)
+
+    def _take_report(self, message: wire.Message) -> None:
+        match message:
+            case wire.Done() as done:
+                request = self._owned(done.request, done.attempt)
+                if request is not None and done.origin.rank in request.waiting:
+                    request.waiting.discard(done.origin.rank)
+                    request.reports[done.origin.rank] = done
+                    if not request.waiting:
                         request.finished.set()
-                case message:
-                    if not self._stage.peers.hear(message):
-                        self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
+            case wire.Failed() as failed:
+                request = self._owned(failed.request, failed.attempt)
+                told = request is not None and any(peer.epoch == failed.failure.origin.epoch for peer in request.told)
+                if request is not None and told and request.failure is None:
+                    request.failure = failed.failure
+                    request.finished.set()
+            case _:
+                if not self._stage.peers.hear(message):
+                    self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
 
     def _owned(self, request: bytes, attempt: int) -> Request | None:
         owned = self._requests.get(request)

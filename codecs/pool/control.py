@@ -91,6 +91,10 @@ class ControlPage(Page):
         fence()
         return lease, ready, poison
 
+    def lease_words(self) -> Words:
+        """The latest generation of every slot; the producer's own, so nothing is to be ordered."""
+        return self._arrays[0]
+
     def ready_words(self) -> Words:
         fence()
         return self._arrays[1]

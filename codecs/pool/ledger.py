@@ -54,6 +54,7 @@ class Ledger:
         self._settled: dict[int, tuple[Grant, list[int]]] = {}
         self._due = np.zeros(slots, np.uint32)  # generation of the settled lease, 0: none
         self._need: dict[int, Words] = {}  # column -> all bits set where that column must still acknowledge
+        self.quarantined: set[int] = set()  #: columns that are told nothing more, and whose words are not believed
         self._admitted = 0  # columns ever given out
         self._retired_slots = 0
         self.lent_nbytes = self.peak_lent_nbytes = self.peak_lent_slots = 0
@@ -122,10 +123,15 @@ class Ledger:
         self._need[column] = np.zeros_like(self._due)
         return column
 
+    def quarantine(self, column: int) -> None:
+        """Tell a consumer nothing more, and believe none of its words: what it owes now, it owes until it is struck."""
+        self.quarantined.add(column)
+
     def strike(self, column: int) -> None:
         """Write off a consumer that is proven dead: no lease needs it any more. Raises KeyError for one that
         has no column."""
         del self._need[column]
+        self.quarantined.discard(column)
         for leases in (self._open, self._settled):
             for _, columns in leases.values():
                 if column in columns:
@@ -151,13 +157,16 @@ class Ledger:
     def dispatch(self, grant: Grant, columns: Iterable[int]) -> None:
         """These columns are about to be told; each must acknowledge before the lease can end.
 
-        Raises LeaseError when a column is nobody's, never was or was struck; then none of them is named.
+        Raises LeaseError when a column is nobody's, never was, or was struck or quarantined; then none of them is
+        named.
         """
         named = self._opened(grant)
         columns = tuple(columns)
         for column in columns:
             if column not in self._need:
                 raise LeaseError(grant.slot, grant.generation, f"no consumer has column {column}")
+            if column in self.quarantined:
+                raise LeaseError(grant.slot, grant.generation, f"the consumer of column {column} is quarantined")
         for column in columns:
             if column not in named:
                 named.append(column)
@@ -209,7 +218,7 @@ class Ledger:
         pending, scratch = self._pending, self._scratch
         np.bitwise_xor(ready, self._due, out=pending)
         for column, need in self._need.items():
-            words = acks.get(column)
+            words = acks.get(column) if column not in self.quarantined else None
             if words is None:
                 np.bitwise_or(pending, need, out=pending)
             else:

@@ -57,6 +57,8 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     leases: int  #: ever lent
     refused: int  #: times no range or slot was free
     struck_consumers: int  #: written off because they died
+    quarantined_consumers: int  #: that are alive, are lent nothing more, and are not believed
+    foreign_words: int  #: acknowledgements found of generations that their slot has not had yet
     ended: int  #: leases that came back
     lent_ms: float  #: how long they were out, on average
     longest_lent_ms: float
@@ -79,7 +81,7 @@ class Pool:
         self._consumers: dict[int, _Consumer] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._leases = self._refused = self._struck = self._ended = 0
+        self._leases = self._refused = self._struck = self._ended = self._foreign_words = 0
         self._lent_at_ns = [0] * description.slots
         self._lent_ns = self._longest_lent_ns = 0
 
@@ -151,6 +153,26 @@ class Pool:
         with self._lock:
             return self._strike_dead()
 
+    def check_words(self) -> list[int]:
+        """Quarantine the consumers that have acknowledged what nobody was ever lent; returns their columns.
+
+        Such a *foreign* word, of a generation that its slot has not had yet, shows a writer that stores where or what
+        it should not. So none of its words is believed any more: what it was lent stays out until its process is
+        proven dead. It cannot be dispatched to. One comparison for each consumer; for the periodic recycler.
+        """
+        with self._lock:
+            if self._closed:
+                return []
+            lent = self._control.lease_words()
+            found = []
+            for column in sorted(self._consumers.keys() - self._ledger.quarantined):
+                foreign = int(np.count_nonzero(self._consumers[column].page.words() > lent))
+                if foreign:
+                    self._foreign_words += foreign
+                    self._ledger.quarantine(column)
+                    found.append(column)
+            return found
+
     # --- leases
 
     def lease(self, nbytes: int) -> Lease:
@@ -193,6 +215,8 @@ class Pool:
                 leases=self._leases,
                 refused=self._refused,
                 struck_consumers=self._struck,
+                quarantined_consumers=len(self._ledger.quarantined),
+                foreign_words=self._foreign_words,
                 ended=self._ended,
                 lent_ms=self._lent_ns / max(1, self._ended) / 1e6,
                 longest_lent_ms=self._longest_lent_ns / 1e6,
@@ -300,7 +324,7 @@ class Lease:
     def dispatch(self, columns: Iterable[int]) -> None:
         """These consumers are about to be sent a proxy; call it before the send.
 
-        Raises LeaseError, also for a consumer that was written off; PoolClosed.
+        Raises LeaseError, also for a consumer that was written off or quarantined; PoolClosed.
         """
         with self._pool._lock:
             self._pool._check_open()

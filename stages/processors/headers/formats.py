@@ -60,7 +60,7 @@ def read_container(data: bytes | memoryview) -> Container:
                 return reader(view)
             except (IndexError, OverflowError, struct.error):
                 raise BadMedia("truncated: the file ends within its header") from None
-    accepted = "JPEG, PNG, WebP, GIF, TIFF, AVIF and BMP are"
+    accepted = "accepted are JPEG, PNG, WebP, GIF, TIFF, AVIF and BMP"
     for start, name in _NAMES:
         if start.match(view):
             raise BadMedia(f"{name} is not accepted; {accepted}")

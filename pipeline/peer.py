@@ -1,0 +1,75 @@
+"""Another process, as far as this one knows it, and whether it may be sent work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tensorferry.codecs import messages as wire
+from tensorferry.pipeline.channels import Outbox
+
+
+@dataclass(slots=True)
+class Peer:
+    """See the module. `str()` of it is its name."""
+
+    stage: str
+    rank: int
+    outbox: Outbox
+    downstream: bool  #: it takes our work, and we wait for it to be ready
+    quarantine_s: float  #: silent for this long it gets no new work
+    epoch: int = 0  #: 0: not heard yet
+    column: int | None = None  #: its column in our pool, None: it cannot read it
+    ready: bool = False
+    leaving: bool = False
+    dead: bool = False  #: its process is proven to be
+    wants: bool = False  #: it waits for our Ready
+    refusal: str = ""  #: why its pool cannot be read here
+    distrusted: bool = False  #: it has acknowledged what it was never lent
+    silent_s: float = 0.0  #: since it was heard, as far as we listened
+    gauges: tuple[wire.Gauge, ...] = field(default=())
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.rank}"
+
+    @property
+    def state(self) -> str:
+        """waiting, ready, quarantined or leaving."""
+        if self.leaving:
+            return "leaving"
+        if not self.ready:
+            return "waiting"
+        return "quarantined" if self.distrusted or self.silent_s >= self.quarantine_s else "ready"
+
+    @property
+    def quarantine(self) -> str:
+        """Of one that is quarantined: why, in words."""
+        if self.distrusted:
+            return "is quarantined: it acknowledged what it was never lent"
+        return f"is quarantined: not heard for {self.silent_s:.1f} s"
+
+    @property
+    def over(self) -> bool:
+        """Whether the life we know has ended, or may have: only then another may take its place."""
+        return not self.epoch or self.leaving or self.dead or self.silent_s >= self.quarantine_s
+
+    def meet(self, epoch: int) -> bool:
+        """This is its life now; False: it is not, the one we know goes on.
+
+        A former life's column is not its own: what is booked there, nobody would owe.
+        """
+        if self.epoch == epoch:
+            return True
+        if not self.over:
+            return False
+        self.epoch, self.column, self.refusal = epoch, None, ""
+        self.ready = self.leaving = self.dead = self.wants = self.distrusted = False
+        self.silent_s = 0.0
+        return True
+
+    def was_silent(self, for_s: float) -> None:
+        """Count silence, but not while we did not listen ourselves.
+
+        Of a long time since the last look (we were stopped, or our loop was blocked) half a quarantine is counted: mail
+        has come meanwhile that we have not read yet. So nobody is quarantined at once, and the silent are in the end.
+        """
+        self.silent_s += min(for_s, self.quarantine_s / 2)
