@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 replay: $(STAMP)  ## replay the bundled trace through a whole deployment and print a table
-	$(BIN)/tensorferry replay examples/traces/servegen.jsonl --config configs/local.yaml --speed 4
+	$(BIN)/tensorferry replay examples/traces/servegen.jsonl --config configs/local.yaml --speed 0.5
 
 check: $(STAMP)  ## ruff, format, mypy, import-linter
 	$(BIN)/ruff check .
