@@ -46,9 +46,11 @@ def cpu(scale: Scale) -> Outcome:
         "CPU time of a request, no-op adapters, 1 x 1 x 1 ranks, one 1 MiB feature",
         tuple(measurement(name, "ms", values) for name, values in found.items()),
     )
-    total = outcome.of("one at a time: all stages").p50
-    verdict = Verdict.of("all stages together, one request at a time: at most 3 ms", total, "<=", 3)
-    return Outcome(outcome.name, outcome.title, outcome.measurements, (verdict,))
+    verdicts = tuple(
+        Verdict.of(f"all stages, {how}: at most 3 ms", outcome.of(f"{how}: all stages").p50, "<=", 3)
+        for how in ("eight in flight", "one at a time")
+    )
+    return Outcome(outcome.name, outcome.title, outcome.measurements, verdicts)
 
 
 async def _measured(scale: Scale) -> dict[str, list[float]]:
@@ -87,11 +89,19 @@ async def _requests(client: Client, count: int, in_flight: int) -> None:
 
 @contextmanager
 def _running(folder: Path) -> Iterator[Deployment]:
-    """`tensorferry up`, its log in a file."""
-    file = folder / "deployment.yaml"
+    """`tensorferry up`, ready, its log in a file."""
+    file, log = folder / "deployment.yaml", folder / "log"
     file.write_text(DEPLOYMENT.format(folder=folder), encoding="utf-8")
     command = [sys.executable, "-m", "tensorferry", "up", "--config", str(file)]
-    with open(folder / "log", "w", encoding="utf-8") as log, subprocess.Popen(command, stdout=log, stderr=log) as up:
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # for our plug-ins
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    with (
+        open(log, "wb") as stderr,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr) as up,
+    ):
+        assert up.stdout is not None
+        if b"is ready" not in up.stdout.readline():  # its last words come first when it cannot start
+            raise RuntimeError(log.read_text(encoding="utf-8"))
         try:
             yield load(file)
         finally:

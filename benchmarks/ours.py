@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -36,7 +37,7 @@ class _Ours:
             data, fds, _, _ = socket.recv_fds(setup.line, 1 << 16, 8, socket.MSG_CMSG_CLOEXEC)
             if fds:
                 attachment, ours = reader.attach(msgspec.msgpack.decode(data, type=Export), fds)
-                socket.send_fds(setup.line, [msgspec.msgpack.encode(attachment)], ours)
+                _send(setup.line, msgspec.msgpack.encode(attachment), ours)
             inbox = Inbox(context, setup.address, Limits(), _refused)
             async for received in inbox:
                 job = received.message
@@ -55,7 +56,7 @@ class _Ours:
             setup.line.send(b"no pool")
         else:
             export, fds = pool.export()
-            socket.send_fds(setup.line, [msgspec.msgpack.encode(export)], fds)
+            _send(setup.line, msgspec.msgpack.encode(export), fds)
             data, theirs, _, _ = socket.recv_fds(setup.line, 1 << 16, 8, socket.MSG_CMSG_CLOEXEC)
             column = pool.admit(msgspec.msgpack.decode(data, type=Attachment), theirs)
         with open_context() as context, ExitStack() as undo:
@@ -123,6 +124,13 @@ def _encode(number: int, payload: wire.Payload) -> wire.Encode:
     """A message as a tokenizer sends it: one item of one request, for one encoder rank and one scheduler rank."""
     item = wire.Item(0, "image", (1, 64, 64), 4096, 1024, _HASH, payload)
     return wire.Encode(_REQUEST, number, 2, _ME, (_PEER,), (_PEER,), (item,), 1 << 39)
+
+
+def _send(line: socket.socket, data: bytes, fds: Sequence[int]) -> None:
+    """Send descriptors, which are then the receiver's alone."""
+    socket.send_fds(line, [data], fds)
+    for fd in fds:
+        os.close(fd)
 
 
 def _refused(problem: BadMessage) -> None:

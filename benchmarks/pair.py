@@ -47,9 +47,8 @@ class Pair:
     def __init__(
         self, contender: str, nbytes: int, *, window: int = 1, full: bool = False, pool_nbytes: int = 4 << 20
     ) -> None:
-        """nbytes: of every message. window: messages in flight at most. full: every byte is written, see `sides`.
-
-        pool_nbytes: for contenders that have a pool, which is never smaller than they need.
+        """nbytes: of every message. window: messages in flight at most. full: every byte is written and read, not one
+        in every page. pool_nbytes: of contenders that have a pool; it is never smaller than they need.
         """
         self.contender = contender
         context = multiprocessing.get_context("spawn")
@@ -193,4 +192,4 @@ class _Producer:
 
 def _consume(setup: Setup) -> None:
     _die_with_parent()
-    uvloop.run(CONTENDERS[setup.contender].receive(setup, answering(setup.line)))
+    uvloop.run(CONTENDERS[setup.contender].receive(setup, answering(setup)))

@@ -23,9 +23,7 @@ class Scale:
 
 FULL = Scale(rounds=40)
 QUICK = Scale(rounds=8)
-SMOKE = Scale(
-    rounds=1, shrink=64, contenders=frozenset({"in place", "copied in", "inline", "pickle 5", "msgpack frames"})
-)
+SMOKE = Scale(rounds=1, shrink=64, contenders=frozenset({"copied in", "inline", "msgpack frames"}))
 
 
 class Measurement(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ BENCHMARKS: dict[str, Callable[[Scale], Outcome]] = {
     "36mib": handover.huge,
     "pipelined": handover.pipelined,
     "inline": handover.inline,
-    "written": handover.written,
+    "every-byte": handover.every_byte,
     "codec": codec.codec,
     "leases": leases.leases,
     "scan": leases.scan,

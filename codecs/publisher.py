@@ -7,8 +7,7 @@ private memory when it has not, is absent, or the tensor is small; whoever write
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from tensorferry.codecs.errors import PoolFull
@@ -55,14 +54,13 @@ class Publisher:
         sizes = [nbytes for _, nbytes in map(_pack, layouts) if nbytes >= self._inline_below_nbytes]
         return self.pool is None or self.pool.fits(sizes)
 
-    @contextmanager
-    def publish(self, *tensors: Any) -> Iterator[Draft]:
-        """A draft filled with copies of these tensors (torch, numpy or View): they may change at once."""
-        views = [view_of(tensor) for tensor in tensors]
-        with self.draft([(view.dtype, view.shape) for view in views]) as draft:
-            for place, view in zip(draft.views, views, strict=True):
-                place.copy_from(view)
-            yield draft
+    def publish(self, *tensors: Any) -> Draft:
+        """A draft filled with copies of these tensors (torch, numpy or View): they may change at once.
+
+        Raises UnsupportedDtype or BadTensor.
+        """
+        sources = [view_of(tensor) for tensor in tensors]
+        return Draft(self, [(source.dtype, source.shape) for source in sources], sources)
 
     def _lease(self, nbytes: int) -> Lease | None:
         """Room in the pool, its block entered; None: go inline, counted with the reason."""
@@ -89,8 +87,9 @@ class Draft:
 
     views: list[View]
 
-    def __init__(self, publisher: Publisher, layout: Layout) -> None:
-        self._publisher, self._layout = publisher, layout
+    def __init__(self, publisher: Publisher, layout: Layout, sources: Sequence[View] = ()) -> None:
+        """sources: what the tensors are copies of; none: they are not set."""
+        self._publisher, self._layout, self._sources = publisher, layout, sources
         self._places, self._nbytes = _pack(layout)
         self._lease: Lease | None = None
         self._pool = 0 if publisher.pool is None else publisher.pool.description.pool
@@ -102,11 +101,21 @@ class Draft:
             View(data[start:end], dtype, shape)
             for (start, end), (dtype, shape) in zip(self._places, self._layout, strict=True)
         ]
+        if self._sources:
+            self._fill()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._lease is not None:
             self._lease.__exit__()
+
+    def _fill(self) -> None:
+        try:
+            for view, source in zip(self.views, self._sources, strict=True):
+                view.copy_from(source)
+        except BaseException:  # interrupted: nobody was told of the lease, so it comes back
+            self.__exit__()
+            raise
 
     @property
     def transport(self) -> str:

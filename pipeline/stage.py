@@ -94,6 +94,7 @@ class Stage:
         """What this process says of itself in its heartbeats."""
         numbers: dict[str, float] = {f"drafts_{how}": count for how, count in self.publisher.drafts.items()}
         numbers["proxies_stale"] = self.reader.stale
+        numbers["peers_quarantined"] = sum(peer.state == "quarantined" for peer in self.peers)
         if self.publisher.pool is not None:
             statistics = self.publisher.pool.statistics()
             numbers |= {f"pool_{name}": getattr(statistics, name) for name in statistics.__struct_fields__}

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from benchmarks.codec import Twins, request
 from benchmarks.contenders import CONTENDERS, OURS
 from benchmarks.pair import Pair
 from benchmarks.results import Measurement, Outcome, Verdict, measurement, quantile, speedup
 from benchmarks.run import BENCHMARKS, Report
-from benchmarks.sides import Answered, Setup, stamp
+from benchmarks.sides import Answered, Setup
 from benchmarks.tables import table
 
 from tensorferry.codecs import messages as wire
@@ -68,12 +69,16 @@ def test_a_contender_that_mixes_up_bytes_is_found_out(monkeypatch: pytest.Monkey
         pair.round(200)
 
 
-def test_an_answer_tells_messages_apart() -> None:
-    setup = Setup("in place", NBYTES, 1, False, NBYTES, "", None)  # type: ignore[arg-type]
-    right = Answered(number=7, read_at_ns=1, total=stamp(7) * NBYTES // 4096, faults=0, cpu_ns=0)
+@pytest.mark.parametrize("full", [False, True])
+def test_an_answer_tells_messages_apart(full: bool) -> None:
+    setup = Setup("in place", NBYTES, 1, full, NBYTES, "", None)  # type: ignore[arg-type]
+    data = np.zeros(NBYTES, np.uint8)
+    setup.write(data, 7)
+    right = Answered(number=7, read_at_ns=1, total=setup.read(data), faults=0, cpu_ns=0)
     assert setup.is_right(right)
     assert not setup.is_right(right._replace(number=8))
-    assert not setup.is_right(right._replace(total=right.total - stamp(7)))
+    data[4096 * 3] ^= 1
+    assert not setup.is_right(right._replace(total=setup.read(data)))
 
 
 def test_ours_do_not_import_torch() -> None:

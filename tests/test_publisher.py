@@ -107,6 +107,17 @@ def test_l3_a_block_that_fails_before_dispatch_gives_the_lease_back(shop: Shop) 
     assert shop.out() == 0
 
 
+def test_l3_a_publish_that_is_interrupted_gives_the_lease_back(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: View, source: View) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(View, "copy_from", interrupt)
+    with pytest.raises(KeyboardInterrupt), shop.publisher.publish(some(5000)):
+        pass
+    assert shop.publisher.drafts["pool"] == 1
+    assert shop.out() == 0
+
+
 def test_a14_what_may_have_been_sent_counts_as_sent(shop: Shop) -> None:
     sent: list[Payload] = []
 

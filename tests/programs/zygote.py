@@ -27,7 +27,9 @@ def main() -> None:
     decode = msgspec.msgpack.Decoder(Birth | None).decode
     libc = ctypes.CDLL(None)
     born: list[int] = []
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # deaths are no news here
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)
+    )  # deaths are no news here
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as caller:
         while True:

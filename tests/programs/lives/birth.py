@@ -7,6 +7,7 @@ import os
 import socket
 import traceback
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -36,7 +37,7 @@ def be_born(birth: Birth, fds: list[int]) -> None:
         plant(birth.fault)
         kind: type[Life] = {"producer": Producer, "consumer": Consumer}[birth.role]
         life = kind(birth.rank, birth.epoch, birth.seed, birth.folder, birth.fault, control, mailbox, others)
-        life.fate = Fate(*birth.fate) if birth.fate is not None else None
+        life.fate = Fate(*birth.fate, partial(life.report, "at")) if birth.fate is not None else None
         asyncio.run(life.main())
     except BaseException:
         with suppress(OSError):

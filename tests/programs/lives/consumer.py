@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lives import mail
-from lives.life import Life
+from lives.life import Life, belongings
 from tensorferry.codecs.errors import AttachRefused, FerryError, LeasePoisoned, PeerGone
 from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.reader import Reader
@@ -149,6 +149,12 @@ class Consumer(Life):
 
     def do_idle(self) -> bool:
         return not (self._attaching or self._handling or self.mail_waits())
+
+    def do_forget(self) -> tuple[int, int]:
+        """Detach the pools of dead producers; how many pools are left, and mappings of memfds."""
+        for pool in self.reader.orphans():
+            self.reader.detach(pool)
+        return len(self.reader.pools), belongings()[1]
 
     def do_outcomes(self) -> dict[str, int]:
         return self._outcomes

@@ -29,6 +29,7 @@ def _open_and_acknowledge_first(self: Reader, payload: Payload, frames: Sequence
 @contextmanager
 def _open_and_forget_when_it_fails(self: Reader, payload: Payload, frames: Sequence[Buffer] = ()) -> Iterator[View]:
     block = _open(self, payload, frames)
+    _kept.append(block)  # or the garbage collector would end it
     view = block.__enter__()
     yield view
     block.__exit__(None, None, None)
@@ -46,16 +47,11 @@ def _reclaim_unready(self: Ledger, ready: Words, acks: Mapping[int, Words], limi
 
 
 def _reclaim_at_the_first(self: Ledger, ready: Words, acks: Mapping[int, Words], limit: int = 64) -> list[Grant]:
-    ended = []
-    for column in acks:
-        needs, self._need = self._need, {column: self._need[column]}
-        told = self._need[column].any()
-        ended += _reclaim(self, ready, acks, limit) if told else []
-        self._need = needs
-        for grant in ended:
-            for need in needs.values():
-                need[grant.slot] = 0
-    return ended
+    for grant, columns in self._settled.values():
+        if any(acks[column][grant.slot] == grant.generation for column in columns):
+            for column in columns:
+                self._need[column][grant.slot] = 0
+    return _reclaim(self, ready, acks, limit)
 
 
 def _believe_the_living_only(self: _Import, proxy: Proxy) -> bool:

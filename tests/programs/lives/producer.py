@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from lives import mail
@@ -16,6 +16,7 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Origin
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.publisher import Draft, Publisher
+from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.broker import Broker, recycle
 
 NBYTES, SLOTS = 1 << 16, 12  # so small that what comes back is lent again at once
@@ -23,6 +24,11 @@ WORDS = 1500  #: of the largest tensor
 WINDOW = 4  #: leases that a consumer may have
 WORKERS = 3  #: drafts being made at once
 ROUNDS_PER_TICK = 4
+
+#: What becomes of a draft. `late`: as on a GPU, where the block ends, and others are told, while a stream still has to
+#: write the bytes, and then `ready` after them.
+HOW = ("good", "failing", "cancelled", "late", "late and poisoned", "late and cancelled")
+LATE = HOW[3:]
 
 Receiver = tuple[Origin, int]  #: a consumer's life, and its column
 
@@ -58,10 +64,8 @@ class Producer(Life):
 
     def _announce(self, rank: int, epoch: int) -> None:
         origin, pool, path = self._announcement.origin, self._announcement.pool, self._announcement.path
-        try:
+        with suppress(BlockingIOError):  # full of a former life's mail: this one goes without
             self.post(rank, mail.Announce(epoch, origin, pool, path))
-        except BlockingIOError:
-            pass  # full of a former life's mail: this one goes without
 
     def _admitted(self, origin: Origin, column: int) -> None:
         self._receivers[origin.rank] = origin, column
@@ -91,40 +95,38 @@ class Producer(Life):
         receivers = rng.sample(able, rng.randint(1, len(able)))
         layout = [("uint64", (rng.randint(1, WORDS),)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
         identities = tuple(rng.getrandbits(64) for _ in layout)
-        how = rng.choices(("late", "early", "poisoned", "cancelled", "failing"), (50, 25, 5, 10, 10))[0]
-        try:
-            with self._publisher.draft(layout) as draft:
-                lease = draft._lease
-                if lease is not None and how in ("early", "poisoned"):
-                    if self.fault != "publishes before it has written":
-                        lease._published = True  # as on a GPU: told now, and a stream will store `ready` when it is
-                    self._tell(draft, receivers, identities, poisoned=how == "poisoned")
-                    await self._write(draft, identities)
-                    if how == "poisoned":
-                        lease.poison()
-                    lease._published = False
-                    lease.publish()
-                    return True
-                await self._write(draft, identities)
-                if how != "cancelled":
-                    self._tell(draft, receivers, identities)
-                if how == "failing":
-                    raise Whim
-        except Whim:
-            pass
+        how = rng.choices(HOW, weights=(45, 10, 10, 25, 5, 5))[0]
+        with suppress(Whim), self._publisher.draft(layout) as draft:
+            views = draft.views
+            lease = draft._lease if how in LATE else None
+            if lease is None:
+                await self._write(views, identities)
+            else:
+                lease._published = self.fault != "publishes before it has written"
+            if how not in ("cancelled", "late and cancelled"):
+                self._tell(draft, receivers, identities, poisoned=lease is not None and how == "late and poisoned")
+            if how == "failing":
+                raise Whim
+        if lease is not None:
+            await self._write(views, identities, slowly=True)
+            slot, generation, _, _ = lease.grant
+            if how == "late and poisoned":
+                self.pool._control.set_poison(slot, generation)
+            self.pool._control.set_ready(slot, generation)
         self.pool.reclaim()
         return True
 
-    async def _write(self, draft: Draft, identities: tuple[int, ...]) -> None:
-        for view, identity in zip(draft.views, identities, strict=True):
+    async def _write(self, views: list[View], identities: tuple[int, ...], slowly: bool = False) -> None:
+        for view, identity in zip(views, identities, strict=True):
             words: npt.NDArray[Any] = view.numpy()
             half = len(words) // 2
+            await self._dawdle(slowly)
             words[:half] = identity
-            await self._dawdle()
+            await self._dawdle(slowly)
             words[half:] = identity
 
-    async def _dawdle(self) -> None:
-        for _ in range(self.rng.choice((0, 1, 1, 4))):
+    async def _dawdle(self, slowly: bool) -> None:
+        for _ in range(self.rng.choice((1, 4, 12, 30) if slowly else (0, 0, 1, 2))):
             await asyncio.sleep(0)
 
     def _tell(

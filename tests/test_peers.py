@@ -1,0 +1,150 @@
+"""Who may be sent work: handshakes, silence, distrust, and that nothing else counts as either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import PeerGone
+from tensorferry.pipeline import peers as module
+from tensorferry.pipeline.peers import Peers
+
+ME = wire.Origin("tokenizer", 0, 1)
+QUARANTINE_S = 5.0
+
+
+class Box:
+    """An outbox that keeps what is sent."""
+
+    def __init__(self, address: str, peer: str) -> None:
+        self.sent: list[wire.Message] = []
+
+    def send_nowait(self, message: wire.Message, inline: Sequence[Any] = ()) -> None:
+        self.sent.append(message)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def peers(clock: Clock) -> Peers:
+    """A tokenizer that has met two encoders and a scheduler; they are ready."""
+    connect: Any = Box
+    peers = Peers(ME, "ipc:///t", upstream={}, connect=connect, attach=lambda _: None, quarantine_s=QUARANTINE_S)
+    peers.greet({("encoder", 0): "ipc:///e0", ("encoder", 1): "ipc:///e1", ("scheduler", 0): "ipc:///s0"})
+    for stage, rank in (("encoder", 0), ("encoder", 1), ("scheduler", 0)):
+        meet(peers, stage, rank, 10 + rank)
+    return peers
+
+
+def meet(peers: Peers, stage: str, rank: int, epoch: int) -> None:
+    origin = wire.Origin(stage, rank, epoch)
+    peers.hear(wire.Welcome(wire.PROTOCOL_VERSION, origin, ME.epoch))
+    peers.hear(wire.Ready(origin, ME.epoch))
+
+
+def beats(peers: Peers, clock: Clock, seconds: float, *heard: int) -> None:
+    """Time goes by, with a beat a second; of the encoders only these ranks are heard."""
+    for _ in range(int(seconds)):
+        clock.now += 1.0
+        for rank in heard:
+            peers.hear(wire.Heartbeat(wire.Origin("encoder", rank, 10 + rank), 0))
+        peers.beat(0, ())
+
+
+def usable(peers: Peers) -> list[int]:
+    return [peer.rank for peer in peers.usable("encoder")]
+
+
+def test_c5_a_silent_peer_gets_nothing_new_until_it_is_heard(peers: Peers, clock: Clock) -> None:
+    beats(peers, clock, 4, 0)
+    assert usable(peers) == [0, 1]
+    with capture_logs() as logs:
+        beats(peers, clock, 1, 0)
+        assert usable(peers) == [0]
+        beats(peers, clock, 100, 0)
+        assert usable(peers) == [0]
+        beats(peers, clock, 1, 0, 1)
+        assert usable(peers) == [0, 1]
+    ours = [(log["event"], log["peer"]) for log in logs if log["peer"] == "encoder-1"]
+    assert ours == [("peer_quarantined", "encoder-1"), ("peer_heard_again", "encoder-1")]
+    assert next(log["reason"] for log in logs if log["peer"] == "encoder-1") == "is quarantined: not heard for 5.0 s"
+
+
+def test_a_quarantined_peer_takes_no_lease_and_is_named_with_the_reason(peers: Peers, clock: Clock) -> None:
+    assert peers.taker("encoder", 1, 11).rank == 1
+    beats(peers, clock, 6, 0)
+    with pytest.raises(PeerGone, match=r"encoder-1: is quarantined: not heard for 6\.0 s"):
+        peers.taker("encoder", 1, 11)
+    assert peers.get("encoder", 1, 11).rank == 1, "a report still goes to it"
+    assert {(member.stage, member.rank): member.state for member in peers.members()} == {
+        ("encoder", 0): "ready",
+        ("encoder", 1): "quarantined",
+        ("scheduler", 0): "quarantined",
+    }
+    assert peers.all_ready, "nobody has to wait for it to be ready again: the others serve"
+
+
+def test_a_process_that_was_stopped_itself_does_not_take_the_others_for_silent(peers: Peers, clock: Clock) -> None:
+    """Their heartbeats came while it was stopped, and it has not read them yet."""
+    beats(peers, clock, 2, 0, 1)
+    clock.now += 1000.0
+    assert usable(peers) == [0, 1]
+    peers.beat(0, ())
+    assert usable(peers) == [0, 1]
+    beats(peers, clock, 10, 0, 1)
+    assert usable(peers) == [0, 1]
+    clock.now += 1000.0
+    beats(peers, clock, 3, 0)
+    assert usable(peers) == [0], "but who stays silent is silent"
+
+
+def test_a_distrusted_peer_gets_nothing_more_in_that_life(peers: Peers, clock: Clock) -> None:
+    peers.quarantined(wire.Origin("encoder", 1, 11))
+    assert usable(peers) == [0]
+    beats(peers, clock, 3, 0, 1)
+    meet(peers, "encoder", 1, 11)
+    assert usable(peers) == [0], "heartbeats and handshakes of the same life do not help"
+    with pytest.raises(PeerGone, match="acknowledged what it was never lent"):
+        peers.taker("encoder", 1, 11)
+    peers.died(wire.Origin("encoder", 1, 11))
+    meet(peers, "encoder", 1, 99)
+    assert usable(peers) == [0, 1]
+
+
+def test_what_is_said_of_a_former_life_changes_nothing(peers: Peers, clock: Clock) -> None:
+    former = wire.Origin("encoder", 1, 11)
+    peers.died(former)
+    meet(peers, "encoder", 1, 99)
+    peers.quarantined(former)
+    peers.died(former)
+    peers.admitted(former, 3)
+    assert usable(peers) == [0, 1]
+    assert peers.get("encoder", 1, 99).column is None
+    beats(peers, clock, 6, 0, 1)  # 1 says so of its former life
+    assert usable(peers) == [0]
+    for call in (peers.get, peers.taker):
+        with pytest.raises(PeerGone, match="is not there in that life"):
+            call("encoder", 1, 11)
+
+
+def test_a_peer_that_leaves_gets_nothing_new_but_may_be_told_what_is_under_way(peers: Peers) -> None:
+    peers.hear(wire.Drain(wire.Origin("scheduler", 0, 10)))
+    assert peers.usable("scheduler") == []
+    assert peers.taker("scheduler", 0, 10).state == "leaving"
