@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help replay check test bench protocol clean
+.PHONY: help replay check test test-gpu bench bench-gpu protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -27,6 +27,12 @@ test: check  ## check, then every test
 
 bench: $(STAMP)  ## the floors of docs/performance.md, measured here
 	$(BIN)/python -m benchmarks.run
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA device; those for peers need two
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+bench-gpu: $(STAMP)  ## hand-overs in GPU memory, measured here; PEER=DIR: beside the incumbent's, unpacked there
+	$(BIN)/python -m benchmarks.gpu_handoff $(if $(PEER),--peer $(PEER))
 
 protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds
 	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py

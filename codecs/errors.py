@@ -160,6 +160,28 @@ class LeaseNotReady(LeaseError):
     """The producer did not finish writing within the deadline."""
 
 
+class StreamCapturing(FerryError):
+    """The stream records a CUDA graph: replays would read and acknowledge bytes that have long been somebody else's."""
+
+    def __init__(self, stream: int) -> None:
+        super().__init__(stream)
+        self.stream = stream
+
+    def __str__(self) -> str:
+        return f"stream {self.stream:#x} records a CUDA graph; open and close leases outside, and copy into its inputs"
+
+
+class NotStaged(FerryError):
+    """A draft in GPU memory has to travel inline, and its bytes are not in host memory yet; see `Draft.stage`."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes of GPU memory are not staged to the host: stage(), then dispatch once staged"
+
+
 class PeerGone(FerryError):
     """The process that owns the pool, or that should read from it, is not there."""
 

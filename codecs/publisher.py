@@ -1,17 +1,22 @@
 """The producer's side: where a tensor is written, and how it leaves: by lease where possible, inline where not.
 
 A *draft* is a place to write one item's tensors in place. It lies in the pool when the pool has room, and in
-private memory when it has not, is absent, or the tensor is small; whoever writes into it need not know.
+private memory when it has not, is absent, or the tensor is small; whoever writes into it need not know. Both are of
+the pool's kind: where that is a GPU's, what has to travel inline is *staged* to the host first, without waiting.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-from tensorferry.codecs.errors import PoolFull
+import numpy as np
+
+from tensorferry.codecs.errors import NotStaged, PoolFull
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.memory.host import HOST_ORDER
+from tensorferry.codecs.memory.memory import Arrival, Bytes, Order
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.scratch import Scratch
@@ -27,11 +32,16 @@ class Publisher:
         self,
         pool: Pool | None,
         *,
-        inline_below_nbytes: int = 32 << 10,
+        inline_below_nbytes: int | None = None,
         on_fallback: Callable[[PoolFull, Pool], None] = lambda full, pool: None,
     ) -> None:
-        """pool: None sends everything inline. on_fallback: called at each draft the full pool had no room for."""
+        """pool: None sends everything inline. on_fallback: called at each draft the full pool had no room for.
+
+        inline_below_nbytes: 32 KiB by default; 0 for a pool in GPU memory, from where inline is the longer way.
+        """
         self.pool = pool
+        if inline_below_nbytes is None:
+            inline_below_nbytes = 32 << 10 if pool is None or pool.description.memory == "host" else 0
         self._inline_below_nbytes = inline_below_nbytes
         self._on_fallback = on_fallback
         self._scratch = Scratch()
@@ -55,7 +65,8 @@ class Publisher:
         return self.pool is None or self.pool.fits(sizes)
 
     def publish(self, *tensors: Any) -> Draft:
-        """A draft filled with copies of these tensors (torch, numpy or View): they may change at once.
+        """A draft filled with copies of these tensors (torch, numpy or View): they may change at once; those in
+        GPU memory, by work on the stream that is current when the block begins.
 
         Raises UnsupportedDtype or BadTensor.
         """
@@ -96,9 +107,15 @@ class Draft:
 
     def __enter__(self) -> Self:
         lease = self._lease = self._publisher._lease(self._nbytes)
-        data = self._publisher._scratch.take(self._nbytes) if lease is None else lease.data
+        self._order: Order = HOST_ORDER
+        self._arrival: Arrival | None = None
+        if lease is None:
+            data = self._private()
+        else:
+            data, self._order = lease.data, lease.order
+        self._data, self._on_host = data, isinstance(data, np.ndarray)
         self.views = [
-            View(data[start:end], dtype, shape)
+            View(data if end == self._nbytes and not start else data[start:end], dtype, shape, self._order)
             for (start, end), (dtype, shape) in zip(self._places, self._layout, strict=True)
         ]
         if self._sources:
@@ -117,27 +134,52 @@ class Draft:
             self.__exit__()
             raise
 
+    def _private(self) -> Bytes:
+        """Memory that is nobody else's, of the kind that the pool's views have."""
+        pool = self._publisher.pool
+        if pool is not None and (data := pool.private(self._nbytes)) is not None:
+            self._order = pool.order()
+            return data
+        return self._publisher._scratch.take(self._nbytes)
+
     @property
     def transport(self) -> str:
-        """`shm`, or `inline`."""
-        return "inline" if self._lease is None else "shm"
+        """`shm`, `cuda_ipc`, or `inline`."""
+        pool = self._publisher.pool
+        if self._lease is None or pool is None:
+            return "inline"
+        return "shm" if pool.description.memory == "host" else pool.description.memory
 
     @property
     def nbytes(self) -> int:
         return sum(view.nbytes for view in self.views)
+
+    def stage(self) -> None:
+        """What is written has to travel inline, to one consumer at least: start copying it to the host if it is not
+        there. Nobody waits: look at `staged` until it is True, then dispatch. The bytes are those that were written
+        until now, in the order of the views. Raises StreamCapturing."""
+        if self._arrival is None:
+            self._order.check()
+            self._arrival = self._order.to_host(self._data)
+
+    @property
+    def staged(self) -> bool:
+        """Whether `dispatch` could give inline payloads now."""
+        return self._on_host or (self._arrival is not None and self._arrival.done)
 
     def dispatch(self, column: int | None, frames: list[Buffer], *, consumers: int = 1, uses: int = 1) -> list[Payload]:
         """The payloads of one message to one consumer, which must now be sent; one per tensor.
 
         column: the consumer's, or None for one that cannot read the pool (it gets the bytes inline). frames: the
         message's inline frames; what travels inline is appended. consumers: how many processes this draft goes
-        to; uses: how often this consumer releases each tensor. Raises LeaseError.
+        to; uses: how often this consumer releases each tensor. Raises LeaseError, PoolClosed; for GPU
+        memory NotStaged, StreamCapturing.
         """
         if self._lease is None or column is None or not self.views:  # no tensor: nobody would acknowledge
             payloads: list[Payload] = []
-            for view in self.views:
+            for view, data in zip(self.views, self._inline(), strict=True):
                 payloads.append(Inline(len(frames), view.dtype, view.shape))
-                frames.append(view.data if self._lease is None else view.data.copy())
+                frames.append(data)
             return payloads
         self._lease.dispatch((column,))
         slot, generation, offset, _ = self._lease.grant
@@ -154,6 +196,15 @@ class Draft:
             )
             for (start, _), view in zip(self._places, self.views, strict=True)
         ]
+
+    def _inline(self) -> Iterator[Buffer]:
+        """The bytes of each tensor, in memory that nobody writes again before they are sent."""
+        if self._on_host:
+            yield from (view.data if self._lease is None else view.data.copy() for view in self.views)
+            return
+        if self._arrival is None or not self._arrival.done:
+            raise NotStaged(self._nbytes)
+        yield from (self._arrival.data[start:end] for start, end in self._places)
 
     def retract(self, column: int | None) -> None:
         """The message of the last dispatch to this consumer was certainly not sent."""

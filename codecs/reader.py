@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tensorferry.codecs.errors import (
     AttachRefused,
@@ -22,9 +22,11 @@ from tensorferry.codecs.errors import (
     StaleLease,
 )
 from tensorferry.codecs.frames import Buffer, open_inline
-from tensorferry.codecs.memory.host import HostSegment
+from tensorferry.codecs.memory.cuda_ipc import CudaImport
+from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
+from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.messages import Inline, Payload, Proxy
-from tensorferry.codecs.pool.control import AckPage, ControlPage
+from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.pool import Attachment, Export, check_pidfd, is_dead, new_nonce
 from tensorferry.codecs.tensors import ALIGNMENT, View, nbytes_of
 
@@ -32,10 +34,16 @@ from tensorferry.codecs.tensors import ALIGNMENT, View, nbytes_of
 class Reader:
     """See the module."""
 
-    def __init__(self, consumer: int | None = None) -> None:
-        """consumer: the epoch of this process, random by default."""
+    def __init__(self, consumer: int | None = None, *, device: int | None = None, cache_handles: bool = True) -> None:
+        """consumer: the epoch of this process, random by default.
+
+        device: where to have views of pools in GPU memory, as torch counts. None: where the pool is, if this process
+        sees that GPU, else on the device that is current at `attach`. On another GPU than the pool's a view is a local
+        copy. cache_handles: keep such pools mapped; False maps them for each open and then waits for its stream.
+        """
         self.consumer = consumer or new_nonce()
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
+        self._device, self._cache_handles = device, cache_handles
         self._pools: dict[int, _Import] = {}
         self._lock = threading.Lock()
 
@@ -61,42 +69,58 @@ class Reader:
         """Map a peer's pool; takes over the descriptors that came with the export.
 
         Returns what `Pool.admit` needs, with descriptors (ack page, this process) that the caller closes once
-        they are sent. Raises AttachRefused, having closed everything.
+        they are sent. Raises AttachRefused, for a pool in GPU memory NoDriver or CudaError, having closed everything.
         """
         description = export.description
         with ExitStack() as undo, ExitStack() as received:
             for fd in fds:
                 received.callback(os.close, fd)
-            if description.memory != "host" or len(fds) != 3:
+            gpu = export.gpu
+            kind = ("host", 3) if gpu is None else ("cuda_ipc", 2)
+            if (description.memory, len(fds)) != kind:
                 raise AttachRefused(
                     f"cannot map pool {description.pool} of {description.memory} memory from {len(fds)} descriptors"
                 )
-            check_pidfd(fds[2])
-            segment = HostSegment.attach(fds[0], description.nbytes)
-            undo.callback(segment.close)
-            control = ControlPage.attach(fds[1], description.slots, description.pool, export.producer)
+            check_pidfd(fds[-1])
+            memory: Memory
+            if gpu is None:
+                memory = HostSegment.attach(fds[0], description.nbytes)
+            else:
+                memory = CudaImport.attach(gpu, description.nbytes, ordinal=self._device, cached=self._cache_handles)
+            undo.callback(memory.close)
+            control = ControlPage.attach(fds[-2], description.slots, description.pool, export.producer)
             undo.callback(control.close)
             acks = AckPage.create(description.slots, description.pool, self.consumer)
             undo.callback(acks.close)
+            memory.adopt(acks)
+            undo.callback(memory.disown, acks)
             sent = [os.dup(acks.segment.fd)]
             undo.callback(os.close, sent[0])
             sent.append(os.pidfd_open(os.getpid()))
             undo.callback(os.close, sent[1])
-            producer = os.dup(fds[2])
+            producer = os.dup(fds[-1])
             undo.callback(os.close, producer)
             with self._lock:
                 if description.pool in self._pools:
                     raise AttachRefused(f"pool {description.pool} is attached already")
-                self._pools[description.pool] = _Import(segment, control, acks, description.slots, producer)
+                self._pools[description.pool] = _Import(memory, control, acks, description.slots, producer)
             undo.pop_all()
         return Attachment(description.pool, self.consumer), sent
 
     def detach(self, pool: int) -> None:
-        """Forget a pool; its memory is unmapped here once no view is out. No-op for one that is not attached."""
+        """Forget a pool; its memory is unmapped here once no block has it open. No-op for one that is not attached.
+
+        GPU memory: waits until the acknowledgements that are queued have landed, so call it in a thread of its own; a
+        block that outlives it does the same at its end. Nobody else waits meanwhile.
+        """
         with self._lock:
             imported = self._pools.pop(pool, None)
-            if imported is not None:
-                imported.close()
+            if imported is None:
+                return
+            imported.detached = True
+            idle = not imported.open
+        if idle:
+            imported.close()
 
     def close(self) -> None:
         for pool in list(self._pools):
@@ -111,7 +135,7 @@ class Reader:
         """
         with self._lock:
             imported = self._living(proxy)
-            imported.view(proxy)
+            imported.check(proxy)
             return imported.is_ready(proxy)
 
     @contextmanager
@@ -123,15 +147,36 @@ class Reader:
         bytes stay until the last block ends. Raises StaleLease (over, or acknowledged already), LeasePoisoned,
         LeaseNotReady (see `is_ready`), PeerGone, BadTensor, UnsupportedDtype; for Inline also BadMessage. A
         failed open of a living lease counts as its release too, so that one bad reader wedges nobody.
+
+        Of a pool in GPU memory: queue the reads on the stream that is current here, or `View.join` them; the
+        acknowledgement goes into that stream behind them. From another GPU the view is a local copy, and the release
+        follows the copy at once. Raises StreamCapturing, also at the block's end: the release is then still owed.
         """
         if isinstance(payload, Inline):
             yield open_inline(payload, frames)
             return
-        imported = self._hold(payload)
+        use = self._hold(payload)
         try:
-            yield self._look(imported, payload)
+            view = self._look(use)
+            if not use.imported.memory.borrowed:
+                self._release(use)
+            yield view
         finally:
-            self._release(imported, payload)
+            self._release(use)
+
+    def copy(self, payload: Payload, into: View, frames: Sequence[Buffer] = ()) -> None:
+        """Copy a payload into memory of the caller's own, such as rows of a batch, and release it; raises as `open`.
+
+        From another GPU this is one copy, where `open` and then copying from the view is two.
+        """
+        if isinstance(payload, Inline):
+            into.copy_from(open_inline(payload, frames))
+            return
+        use = self._hold(payload)
+        try:
+            self._copy(use, into)
+        finally:
+            self._release(use)
 
     def acknowledge(self, payload: Payload) -> None:
         """Release a payload without reading it: an embedding-cache hit, or a request that was given up.
@@ -139,34 +184,75 @@ class Reader:
         Safe at any time, also before the bytes are ready. Raises StaleLease when nothing is owed, PeerGone.
         """
         if isinstance(payload, Proxy):
-            self._release(self._hold(payload), payload)
+            self._release(self._hold(payload))
 
-    def _hold(self, proxy: Proxy) -> _Import:
+    def _hold(self, proxy: Proxy) -> _Use:
         """Count one user of a living lease in; each must be counted out by `_release`."""
         with self._lock:
             imported = self._living(proxy)
             imported.held.setdefault((proxy.slot, proxy.generation), _Held(proxy.uses)).users += 1
-            return imported
+            imported.open += 1
+            return _Use(imported, proxy)
 
-    def _release(self, imported: _Import, proxy: Proxy) -> None:
-        """Count one user out; the last of the last declared use acknowledges."""
+    def _release(self, use: _Use) -> None:
+        """Count one user out, once; the last of the last declared use acknowledges, after all that the others read."""
+        imported, proxy, order = use.imported, use.proxy, use.order
         with self._lock:
+            if use.ended:
+                return
+            use.ended = True
             held = imported.held[proxy.slot, proxy.generation]
             held.users -= 1
-            held.due -= 1
-            if held.users == 0 and held.due <= 0:
-                del imported.held[proxy.slot, proxy.generation]
+            imported.open -= 1
+            if held.users == 0 and held.due <= 1:
                 if self._pools.get(proxy.pool) is imported:
-                    imported.acks.acknowledge(proxy.slot, proxy.generation)
+                    imported.acknowledge(proxy, held, order)
+                del imported.held[proxy.slot, proxy.generation]
+            elif order is not None:
+                held.ended(order)
+            held.due -= 1
+            closing = imported.detached and not imported.open
+        if order is not None:
+            imported.memory.returned(order)
+        if closing:
+            imported.close()
 
-    def _look(self, imported: _Import, proxy: Proxy) -> View:
+    def _look(self, use: _Use) -> View:
+        proxy = use.proxy
         with self._lock:
-            if self._pools.get(proxy.pool) is not imported:
-                raise PeerGone(f"pool {proxy.pool}", "was detached")
-            view = imported.view(proxy)
-            if not imported.is_ready(proxy):
-                raise LeaseNotReady(proxy.slot, proxy.generation, "is not written yet")
-            return view
+            order = self._readable(use)
+            nbytes = nbytes_of(proxy.dtype, proxy.shape)
+            data = use.imported.memory.lend(proxy.offset, nbytes, order)
+            use.order = order
+            return View(data, proxy.dtype, proxy.shape, order)
+
+    def _copy(self, use: _Use, into: View) -> None:
+        proxy = use.proxy
+        if (into.dtype, into.shape) != (proxy.dtype, proxy.shape):
+            raise BadTensor(f"cannot copy {proxy.dtype} of shape {proxy.shape} into {into!r}")
+        if use.imported.memory.on_host is not into.on_host:
+            into.copy_from(self._look(use))
+            return
+        with self._lock:
+            order = self._readable(use)
+            use.imported.memory.copy_out(proxy.offset, into.data, order)
+            use.order = order
+        into.join()
+
+    def _readable(self, use: _Use) -> Order:
+        """The order to read a lease in, once the host has seen `ready`. Raises as `open` does.
+
+        No stream waits for the word as well: it was stored behind a fence for the whole system, the host has seen it,
+        and what the host queues after that comes after it. (Measured: such a wait costs 2 us a copy and orders nothing
+        more; see docs/gpu-facts.md.)
+        """
+        imported, proxy = use.imported, use.proxy
+        if self._pools.get(proxy.pool) is not imported:
+            raise PeerGone(f"pool {proxy.pool}", "was detached")
+        imported.check(proxy)
+        if not imported.is_ready(proxy):
+            raise LeaseNotReady(proxy.slot, proxy.generation, "is not written yet")
+        return imported.memory.order()
 
     def _living(self, proxy: Proxy) -> _Import:
         """The pool of a lease that this process has not acknowledged. Raises PeerGone, BadTensor, StaleLease."""
@@ -179,10 +265,20 @@ class Reader:
         if lease != proxy.generation:
             self.stale += 1
             raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
-        if imported.acks.acknowledged(proxy.slot) == proxy.generation:
+        if imported.acknowledged[proxy.slot] == proxy.generation:
             self.stale += 1
             raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
         return imported
+
+
+@dataclass(slots=True)
+class _Use:
+    """One user of a lease, from `_hold` to `_release`."""
+
+    imported: _Import
+    proxy: Proxy
+    order: Order | None = None  #: of its reads; None: it has read nothing
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -191,23 +287,39 @@ class _Held:
 
     due: int  #: releases to come, by its producer's word
     users: int = 0  #: who has it open now, or is about to
+    last: Order | None = None  #: of the reader that ended last
+    marks: list[int] = field(default_factory=list)  #: where the readers that have ended were then
+
+    def ended(self, order: Order) -> None:
+        self.last = order
+        self.marks.append(order.mark())
 
 
 class _Import:
     """A peer's pool as it is mapped here."""
 
-    def __init__(self, segment: HostSegment, control: ControlPage, acks: AckPage, slots: int, producer: int) -> None:
+    def __init__(self, memory: Memory, control: ControlPage, acks: AckPage, slots: int, producer: int) -> None:
         """producer: its pidfd."""
-        self.segment, self.control, self.acks = segment, control, acks
+        self.memory, self.control, self.acks = memory, control, acks
         self.slots, self.producer = slots, producer
         self.held: dict[tuple[int, int], _Held] = {}  #: by (slot, generation)
+        self.open = 0  #: uses that have not ended
+        self.detached = False
+        self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
 
-    def view(self, proxy: Proxy) -> View:
-        """The bytes a proxy names. Raises UnsupportedDtype or BadTensor; allocates nothing."""
+    def check(self, proxy: Proxy) -> None:
+        """Raises UnsupportedDtype or BadTensor for a proxy that lies; allocates nothing."""
         end = proxy.offset + nbytes_of(proxy.dtype, proxy.shape)
-        if end > self.segment.nbytes or proxy.offset % ALIGNMENT:
-            raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.segment.nbytes}")
-        return View(self.segment.data[proxy.offset : end], proxy.dtype, proxy.shape)
+        if end > self.memory.nbytes or proxy.offset % ALIGNMENT:
+            raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.memory.nbytes}")
+
+    def acknowledge(self, proxy: Proxy, held: _Held, order: Order | None) -> None:
+        """Give a lease back, in the order of its last reader and after all others; at once if nobody has read it."""
+        order = order or held.last or HOST_ORDER
+        while held.marks:
+            order.after(held.marks.pop())
+        order.store(self.acks, self.acks.ACK, proxy.slot, proxy.generation)
+        self.acknowledged[proxy.slot] = proxy.generation
 
     def is_ready(self, proxy: Proxy) -> bool:
         if self._looks_ready(proxy):
@@ -225,7 +337,9 @@ class _Import:
         return ready == proxy.generation
 
     def close(self) -> None:
-        self.segment.close()
-        self.control.close()
+        await_stores(lambda: self.acks.column(self.acks.ACK) == self.acknowledged)
+        self.memory.disown(self.acks)
         self.acks.close()
+        self.control.close()
+        self.memory.close()
         os.close(self.producer)

@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import BadTensor, UnsupportedDtype
+from tensorferry.codecs.memory.host import HOST_ORDER
+from tensorferry.codecs.memory.memory import Bytes, Order
+from tensorferry.codecs.memory.pinned import pinned_copy
 
 if TYPE_CHECKING:
     import torch
@@ -77,43 +80,64 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 class View:
     """A dense tensor over bytes that somebody else owns.
 
-    `data` is a one-dimensional uint8 array over the bytes; it, and whatever `numpy()` and `torch()` return,
-    is valid only as long as the lease or message it came from. A consumer's view of a host pool is mapped
-    read-only: a store through it is a segmentation fault, not a silent change.
+    `data` is a one-dimensional uint8 array over the bytes (a torch tensor if they are in GPU memory); it, and
+    whatever `numpy()` and `torch()` return, is valid only as long as the lease or message it came from. A
+    consumer's view of a host pool is mapped read-only: a store through it is a segmentation fault, not a silent change.
+    In GPU memory it is valid for what is queued on the stream that was current when the view was handed out; call
+    `join` after queueing reads or writes of it on another one.
     """
 
-    __slots__ = ("data", "dtype", "shape")
+    __slots__ = ("_order", "data", "dtype", "shape")
 
-    def __init__(self, data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, data: Bytes, dtype: str, shape: tuple[int, ...], order: Order = HOST_ORDER) -> None:
         nbytes = nbytes_of(dtype, shape)
         if data.nbytes != nbytes:
             raise BadTensor(f"shape {shape} of {dtype} needs {nbytes} bytes, not {data.nbytes}")
         self.data, self.dtype, self.shape = data, dtype, shape
+        self._order = order
 
     def __repr__(self) -> str:
         return f"View({self.dtype}, {self.shape})"
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return int(self.data.nbytes)
+
+    @property
+    def on_host(self) -> bool:
+        return isinstance(self.data, np.ndarray)
+
+    def join(self) -> None:
+        """Whatever this thread's current stream was given so far counts as work on these bytes, and no lease ends
+        before it is done. For GPU memory; on the host a no-op."""
+        self._order.join()
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The tensor as a numpy array over the same bytes. Raises UnsupportedDtype for bfloat16 and others."""
+        """The tensor as a numpy array over the same bytes. Raises UnsupportedDtype for bfloat16 and others, and for
+        a tensor in GPU memory."""
+        if not self.on_host:
+            raise UnsupportedDtype(f"{self.dtype} on {self.data.device} (as a numpy array; use .torch())")
         dtype = NUMPY_DTYPES.get(self.dtype)
         if dtype is None:
             raise UnsupportedDtype(f"{self.dtype} (as a numpy array; use .torch())")
-        return self.data.view(dtype).reshape(self.shape)
+        array: npt.NDArray[Any] = self.data.view(dtype).reshape(self.shape)
+        return array
 
     def torch(self) -> torch.Tensor:
         """The tensor as a torch tensor over the same bytes."""
         import torch
-        from torch.utils.dlpack import from_dlpack
 
         dtype: torch.dtype = getattr(torch, self.dtype)  # a name of our own table
-        if not self.data.nbytes:
-            return torch.empty(self.shape, dtype=dtype)
-        # Not from_numpy, which warns of read-only memory, and that is what a consumer maps.
-        return from_dlpack(self.data).view(dtype).view(self.shape)
+        data = self.data
+        if self.on_host:
+            from torch.utils.dlpack import from_dlpack
+
+            if not data.nbytes:
+                return torch.empty(self.shape, dtype=dtype)
+            # Not from_numpy, which warns of read-only memory, and that is what a consumer maps.
+            data = from_dlpack(data)
+        tensor: torch.Tensor = data if self.dtype == "uint8" else data.view(dtype)  # each view takes a microsecond
+        return tensor if self.shape == tensor.shape else tensor.view(self.shape)
 
     @classmethod
     def empty(cls, dtype: str, shape: tuple[int, ...]) -> View:
@@ -121,21 +145,33 @@ class View:
         return cls(np.empty(nbytes_of(dtype, shape), np.uint8), dtype, shape)
 
     def copy(self) -> View:
-        """The same tensor in private memory."""
-        return View(self.data.copy(), self.dtype, self.shape)
+        """The same tensor in private memory, of the host or of the same GPU."""
+        return View(self.data.copy() if self.on_host else self.data.clone(), self.dtype, self.shape)
 
     def copy_from(self, source: View) -> None:
-        """Copy another tensor of the same dtype and shape into these bytes."""
+        """Copy another tensor of the same dtype and shape into these bytes.
+
+        Into GPU memory on this thread's current stream, and of both views' leases neither ends before that is done; a
+        host source may change at once. Raises BadTensor, also for GPU bytes that should go into host memory, which
+        cannot be had without waiting.
+        """
         if (source.dtype, source.shape) != (self.dtype, self.shape):
             raise BadTensor(f"cannot copy {source!r} into {self!r}")
-        np.copyto(self.data, source.data)
+        if self.on_host:
+            if not source.on_host:
+                raise BadTensor(f"cannot copy {source!r} of {source.data.device} into host memory without waiting")
+            np.copyto(self.data, source.data)
+            return
+        self.data.copy_(pinned_copy(source.data) if source.on_host else source.data, non_blocking=True)
+        self.join()
+        source.join()
 
 
 def view_of(tensor: Any) -> View:
-    """A View over a torch tensor, numpy array or View on the host; copies only what is not contiguous.
+    """A View over a torch tensor (in host or CUDA memory), numpy array or View; copies only what is not contiguous.
 
-    Raises UnsupportedDtype for what the table lacks and for tensors that are sparse or elsewhere than in
-    host memory. Bits are kept: NaN payloads and -0.0 survive.
+    Raises UnsupportedDtype for what the table lacks and for tensors that are sparse or elsewhere. Bits are kept: NaN
+    payloads and -0.0 survive.
     """
     if isinstance(tensor, View):
         return tensor
@@ -150,11 +186,12 @@ def view_of(tensor: Any) -> View:
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedDtype(type(tensor).__name__)
     name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES or tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+    elsewhere = tensor.device.type not in ("cpu", "cuda")
+    if name not in DTYPES or tensor.layout != torch.strided or elsewhere or tensor.is_nested:
         raise UnsupportedDtype(f"{name} ({'nested' if tensor.is_nested else tensor.layout}, {tensor.device})")
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if not dense.numel():
+    if not dense.numel() and not tensor.is_cuda:
         return View(np.empty(0, np.uint8), name, tuple(tensor.shape))
     # Not reshape(-1): of a single element torch calls any stride contiguous, and keeps it.
-    flat = dense.as_strided((dense.numel(),), (1,))
-    return View(flat.view(torch.uint8).numpy(), name, tuple(tensor.shape))
+    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return View(flat if tensor.is_cuda else flat.numpy(), name, tuple(tensor.shape))

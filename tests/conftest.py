@@ -168,13 +168,13 @@ class PeerError(Exception):
 class Peer:
     """Another process running `programs/peer.py`; `ask` runs one of its commands. Dies with the block."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = "peer.py", warnings: str = "error", **environment: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(DEADLINE_S)
         with theirs:
             number = theirs.fileno()
-            command = [sys.executable, "-W", "error", str(TESTS / "programs" / "peer.py"), str(number)]
-            self._process = subprocess.Popen(command, pass_fds=[number])
+            command = [sys.executable, "-W", warnings, str(TESTS / "programs" / program), str(number)]
+            self._process = subprocess.Popen(command, pass_fds=[number], env={**os.environ, **environment})
         self.pid = self._process.pid
 
     def __enter__(self) -> Peer:
@@ -219,10 +219,10 @@ class Peer:
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[[], Peer]]:
-    """Starts processes of this test's own."""
+def start_peer() -> Iterator[Callable[..., Peer]]:
+    """Starts processes of this test's own; see Peer for what it takes."""
     with contextlib.ExitStack() as peers:
-        yield lambda: peers.enter_context(Peer())
+        yield lambda *arguments, **options: peers.enter_context(Peer(*arguments, **options))
 
 
 @pytest.fixture(scope="module")

@@ -68,10 +68,12 @@ class NotLoaded(CudaError):
 
 def check(call: str, outcome: tuple[Any, ...]) -> Any:
     """What a call of cuda.bindings returned beside its CUresult: nothing, a value or a tuple. Raises CudaError."""
-    result, *values = outcome
+    result = outcome[0]
     if int(result) != 0:
         raise CudaError(call, getattr(result, "name", f"CUresult {int(result)}"))
-    return values[0] if len(values) == 1 else tuple(values) or None
+    if len(outcome) == 1:  # so do the calls of every hand-over
+        return None
+    return outcome[1] if len(outcome) == 2 else outcome[1:]
 
 
 class Driver:
@@ -292,3 +294,38 @@ class Driver:
         """Hold the stream until the word is at least `value`, by cyclic comparison."""
         at_least = self._cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self.call("cuStreamWaitValue32", stream, pointer, value, int(at_least))
+
+    # --- order between streams, copies in one
+
+    def event(self) -> int:
+        """A new event, which remembers no time."""
+        return int(self.call("cuEventCreate", int(self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+
+    def record(self, event: int, stream: int) -> None:
+        self.call("cuEventRecord", event, stream)
+
+    def happened(self, event: int) -> bool:
+        """Whether all that the event was recorded after is done."""
+        try:
+            self.call("cuEventQuery", event)
+        except CudaError as problem:
+            if problem.name != "CUDA_ERROR_NOT_READY":
+                raise
+            return False
+        return True
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """What the stream is given from now on comes after the event."""
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def forget(self, event: int) -> None:
+        """Give an event back; what already waits for it goes on waiting."""
+        self.call("cuEventDestroy", event)
+
+    def copy(self, into: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on a stream, from and to wherever the addresses are, a peer GPU too."""
+        self.call("cuMemcpyAsync", into, source, nbytes, stream)
+
+    def extent(self, pointer: int) -> int:
+        """Bytes of the allocation that begins here."""
+        return int(self.call("cuMemGetAddressRange", pointer)[1])

@@ -10,12 +10,17 @@ import fcntl
 import mmap
 import os
 from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import AttachRefused, FerryError
 from tensorferry.codecs.memory.available import available_nbytes
+from tensorferry.codecs.memory.memory import Arrival, Bytes, GpuHandle, Order
+
+if TYPE_CHECKING:
+    from tensorferry.codecs.pool.control import Page
 
 #: Linux 5.1; Python 3.13 names it fcntl.F_SEAL_FUTURE_WRITE: mappings made from now on are read-only, the
 #: owner's own, made before, stays writable.
@@ -39,12 +44,43 @@ class NoMemory(FerryError):
         return f"no {self.nbytes} bytes of shared memory: {self.problem}; lower the pool's budget_mb"
 
 
+class HostOrder:
+    """The order of the host: what is done is done. See `memory.Order`."""
+
+    def check(self) -> None: ...
+
+    def store(self, page: Page, column: int, slot: int, generation: int) -> None:
+        page.store(column, slot, generation)
+
+    def join(self) -> None: ...
+
+    def mark(self) -> int:
+        return 0
+
+    def after(self, mark: int) -> None: ...
+
+    def to_host(self, data: Bytes) -> Arrival:
+        return _Here(data)
+
+
+class _Here:
+    done = True
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+
+
+HOST_ORDER = HostOrder()
+
+
 class HostSegment:
     """Bytes of a memfd, mapped here. `data` is uint8 of shape (nbytes,), writable only for the creator.
 
     Holds: a descriptor (`fd`, until `close_fd`) and a mapping, with the duplicate of the descriptor that Python's
     mmap keeps beside it (until `close`; views that outlive it keep these two alive until they go).
     """
+
+    on_host = borrowed = True
 
     def __init__(self, fd: int, mapping: mmap.mmap, nbytes: int) -> None:
         self.fd = fd
@@ -111,6 +147,32 @@ class HostSegment:
         if mapping is not None:
             with suppress(BufferError):  # a view is still out; the mapping goes with it
                 mapping.close()
+
+    # --- as a pool's memory
+
+    def order(self) -> Order:
+        return HOST_ORDER
+
+    def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
+        return self.data[offset : offset + nbytes]
+
+    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
+        np.copyto(into, self.data[offset : offset + into.nbytes])
+
+    def returned(self, order: Order) -> None: ...
+
+    def private(self, nbytes: int) -> Bytes | None:
+        return None
+
+    def adopt(self, page: Page) -> None: ...
+
+    def disown(self, page: Page) -> None: ...
+
+    def descriptors(self) -> list[int]:
+        return [os.dup(self.fd)]
+
+    def handle(self) -> GpuHandle | None:
+        return None
 
 
 class _Span:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import ctypes
 import platform
 import struct
+import threading
+import time
+from collections.abc import Callable
 from typing import Self
 
 import numpy as np
@@ -20,6 +23,7 @@ from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.pool.ledger import Words
 
 PAGE_VERSION = 1
+STORES_S = 5.0  #: that queued stores may take to land before a page is given back all the same
 _CONTROL_MAGIC, _ACK_MAGIC = b"TFCTRL\0\0", b"TFACKS\0\0"
 _HEADER = struct.Struct("<8sIIQQ")
 _HEADER_NBYTES = 64
@@ -34,6 +38,8 @@ class Page:
         self._arrays = [words[column * slots : (column + 1) * slots] for column in range(columns)]
         #: The same words as plain memory: reading one costs a tenth of what numpy takes.
         self._scalars = [array.data for array in self._arrays]
+        self._slots = slots
+        self.device_address = 0  #: of the page, where a GPU reaches it: see `Memory.adopt`
 
     @classmethod
     def _create(cls, magic: bytes, columns: int, slots: int, pool: int, writer: int) -> Self:
@@ -52,14 +58,40 @@ class Page:
             raise AttachRefused(f"a page with header {found}; {wanted} was announced")
         return cls(segment, slots, columns)
 
+    def store(self, column: int, slot: int, generation: int) -> None:
+        fence()  # everything that this word vouches for before the word
+        self._scalars[column][slot] = generation
+
+    def column(self, column: int) -> list[int]:
+        """All slots' words of a column, as they are now."""
+        fence()
+        return [int(word) for word in self._scalars[column]]
+
+    def device_word(self, column: int, slot: int) -> int:
+        """Where a GPU reaches a word."""
+        return self.device_address + _HEADER_NBYTES + 4 * (column * self._slots + slot)
+
     def close(self) -> None:
         self._scalars.clear()
         self._arrays.clear()
         self.segment.close()
 
 
+def await_stores(landed: Callable[[], bool]) -> None:
+    """Wait until what is queued on a page has landed, so that giving the page back need not wait in the driver.
+
+    There it would, and other threads' calls with it. Gives up at the deadline: the stream may be held, or its context
+    be dead, and then it is the driver's turn.
+    """
+    until, pause = time.monotonic() + STORES_S, threading.Event()
+    while not landed() and time.monotonic() < until:
+        pause.wait(0.001)
+
+
 class ControlPage(Page):
     """`lease`, `ready` and `poison`; written by the pool's producer alone."""
+
+    LEASE, READY, POISON = range(3)
 
     @classmethod
     def create(cls, slots: int, pool: int, writer: int) -> Self:
@@ -75,12 +107,10 @@ class ControlPage(Page):
         fence()
 
     def set_ready(self, slot: int, generation: int) -> None:
-        fence()  # the bytes before the word that vouches for them
-        self._scalars[1][slot] = generation
+        self.store(self.READY, slot, generation)
 
     def set_poison(self, slot: int, generation: int) -> None:
-        fence()
-        self._scalars[2][slot] = generation
+        self.store(self.POISON, slot, generation)
 
     def look(self, slot: int) -> tuple[int, int, int]:
         """(lease, ready, poison) of a slot; what a consumer reads after this, it reads after them."""
@@ -103,6 +133,8 @@ class ControlPage(Page):
 class AckPage(Page):
     """One word per slot of one pool; written by one consumer alone."""
 
+    ACK = 0
+
     @classmethod
     def create(cls, slots: int, pool: int, writer: int) -> Self:
         return cls._create(_ACK_MAGIC, 1, slots, pool, writer)
@@ -113,11 +145,7 @@ class AckPage(Page):
         return cls._attach(_ACK_MAGIC, 1, fd, slots, pool, writer)
 
     def acknowledge(self, slot: int, generation: int) -> None:
-        fence()  # every read of the bytes before the word that gives them back
-        self._scalars[0][slot] = generation
-
-    def acknowledged(self, slot: int) -> int:
-        return self._scalars[0][slot]
+        self.store(self.ACK, slot, generation)
 
     def words(self) -> Words:
         fence()

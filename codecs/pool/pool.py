@@ -1,4 +1,5 @@
-"""A bounded pool in shared memory whose ranges are lent, one lease a feature, and come back by acknowledgement.
+"""A bounded pool in shared memory, of the host or of a GPU: ranges are lent, one lease a feature, and come back by
+acknowledgement.
 
 The pool joins the ledger (who has what), the control words (what everybody else can see) and the memory. It is
 thread-safe. It proves deaths itself, by the descriptors consumers sent of themselves, so a consumer that is
@@ -14,16 +15,17 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull
+from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.host import HostSegment
+from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Memory, Order
 from tensorferry.codecs.messages import Nonce, PoolDescription, Wire
-from tensorferry.codecs.pool.control import AckPage, ControlPage
+from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
@@ -35,6 +37,7 @@ class Export(Wire, frozen=True):
 
     description: PoolDescription
     producer: Nonce
+    gpu: GpuHandle | None = None  #: instead of a descriptor of the memory
 
 
 class Attachment(Wire, frozen=True):
@@ -73,7 +76,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
 class Pool:
     """See the module. Made by `create`, lends through `lease`, and must be closed."""
 
-    def __init__(self, segment: HostSegment, control: ControlPage, description: PoolDescription, producer: int) -> None:
+    def __init__(self, segment: Memory, control: ControlPage, description: PoolDescription, producer: int) -> None:
         self.description = description
         self.producer = producer
         self._segment, self._control = segment, control
@@ -82,21 +85,37 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = False
         self._leases = self._refused = self._struck = self._ended = self._foreign_words = 0
+        self._published = [0] * description.slots  # last generation of each; the word may still be on its way
         self._lent_at_ns = [0] * description.slots
         self._lent_ns = self._longest_lent_ns = 0
 
     @classmethod
-    def create(cls, nbytes: int, slots: int = 4096, *, producer: int | None = None) -> Pool:
-        """A pool of host memory, populated: nothing faults afterwards.
+    def create(
+        cls,
+        nbytes: int,
+        slots: int = 4096,
+        *,
+        memory: Literal["host", "cuda_ipc"] = "host",
+        device: int = 0,
+        producer: int | None = None,
+    ) -> Pool:
+        """A pool of host memory, populated: nothing faults afterwards. Or of GPU memory, allocated.
 
-        producer: the epoch of this process, random by default. Raises NoMemory.
+        device: of the GPU, as torch counts; producer: the epoch of this process, random by default. Raises NoMemory;
+        for GPU memory NoDriver or CudaError.
         """
         producer = producer or new_nonce()
-        description = PoolDescription(new_nonce(), "host", nbytes, slots)
+        description = PoolDescription(new_nonce(), memory, nbytes, slots)
         with ExitStack() as undo:
-            segment = HostSegment.create(nbytes, "tensorferry-pool")
+            segment: Memory
+            if memory == "cuda_ipc":
+                segment = CudaSegment.create(nbytes, device)
+            else:
+                segment = HostSegment.create(nbytes, "tensorferry-pool")
             undo.callback(segment.close)
             control = ControlPage.create(slots, description.pool, producer)
+            undo.callback(control.close)
+            segment.adopt(control)
             undo.pop_all()
         return cls(segment, control, description, producer)
 
@@ -111,10 +130,11 @@ class Pool:
     def export(self) -> tuple[Export, list[int]]:
         """What `Reader.attach` needs: a description, and descriptors to send with SCM_RIGHTS.
 
-        The caller owns the descriptors (memory, control page, this process) and closes them once they are sent.
+        The caller owns the descriptors (memory if it is the host's, control page, this process) and closes them once
+        they are sent.
         """
-        fds = [os.dup(self._segment.fd), os.dup(self._control.segment.fd), os.pidfd_open(os.getpid())]
-        return Export(self.description, self.producer), fds
+        fds = [*self._segment.descriptors(), os.dup(self._control.segment.fd), os.pidfd_open(os.getpid())]
+        return Export(self.description, self.producer, self._segment.handle()), fds
 
     def admit(self, attachment: Attachment, fds: Sequence[int]) -> int:
         """Take a consumer's ack page and process descriptors, which are this pool's from now on.
@@ -180,7 +200,8 @@ class Pool:
 
         Entering raises PoolFull when nothing can be had now. The block's end settles the lease: dispatched, and it
         is the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing may write to
-        the range after the block.
+        the range after the block. In GPU memory: write on the stream that is current when the block begins, or
+        `View.join`; entering raises StreamCapturing too.
         """
         return Lease(self, nbytes)
 
@@ -193,6 +214,14 @@ class Pool:
                 if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
                     break
             return False
+
+    def private(self, nbytes: int) -> Bytes | None:
+        """Memory like the pool's that is not of the pool; None for a host pool: any will do."""
+        return self._segment.private(nbytes)
+
+    def order(self) -> Order:
+        """The order of work on `private` memory that this thread is about to do. Raises StreamCapturing."""
+        return self._segment.order()
 
     def reclaim(self) -> int:
         """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
@@ -223,14 +252,20 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Give the memory up here; consumers that have it mapped keep it until they detach."""
+        """Give the memory up here; consumers that have it mapped keep it until they detach.
+
+        GPU memory: waits for what is queued on it, so call it off an event loop.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             for column in list(self._consumers):
                 self._strike(column)
-            self._control.close()
+            control = self._control
+            await_stores(lambda: control.column(control.READY) == self._published)
+            self._segment.disown(control)
+            control.close()
             self._segment.close()
 
     # --- under the lock
@@ -242,7 +277,7 @@ class Pool:
     def _lend(self, nbytes: int) -> Grant:
         with self._lock:
             self._check_open()
-            if nbytes >= WARM_FROM_NBYTES:
+            if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
                 self._reclaim()
             while True:
                 try:
@@ -291,7 +326,8 @@ class Lease:
     """
 
     grant: Grant
-    data: npt.NDArray[np.uint8]
+    data: Bytes
+    order: Order  #: of the writes; ready comes after them in it
 
     def __init__(self, pool: Pool, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -299,15 +335,19 @@ class Lease:
         self._published = False
 
     def __enter__(self) -> Self:
+        self.order = self._pool._segment.order()
         grant = self.grant = self._pool._lend(self.nbytes)
-        self.data = self._pool._segment.data[grant.offset : grant.offset + self.nbytes]
+        self.data = self._pool._segment.lend(grant.offset, self.nbytes, self.order)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._settle()
 
     def publish(self) -> None:
-        """The bytes are complete. Implied by the first dispatch. Raises PoolClosed."""
+        """The bytes are complete, in GPU memory as soon as what was queued is done. Implied by the first dispatch.
+
+        Raises PoolClosed; StreamCapturing.
+        """
         with self._pool._lock:
             self._pool._check_open()
             self._publish()
@@ -338,15 +378,17 @@ class Lease:
 
     def _publish(self) -> None:
         if not self._published:
+            control = self._pool._control
+            self.order.store(control, control.READY, self.grant.slot, self.grant.generation)
+            self._pool._published[self.grant.slot] = self.grant.generation
             self._published = True
-            self._pool._control.set_ready(self.grant.slot, self.grant.generation)
 
     def _settle(self) -> None:
-        self.data = np.empty(0, np.uint8)
+        self.data = None
         with self._pool._lock:
             if self._pool._closed:
                 return
-            self._publish()  # also when cancelled: the writer is done, so the range may be lent again
+            self._publish()  # also when cancelled: the range may be lent again when the writer is done
             self._pool._ledger.settle(self.grant)
 
 

@@ -66,7 +66,8 @@ def digest_of(item: int, outputs: Mapping[str, View]) -> bytes:
     wrong = (rows.numpy() != whole).any(axis=1).nonzero()[0]
     if len(wrong):
         raise CorruptEmbeddings(item, int(wrong[0]))
-    return whole.tobytes()
+    found: bytes = whole.tobytes()
+    return found
 
 
 class Discard:

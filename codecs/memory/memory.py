@@ -1,0 +1,99 @@
+"""What a pool asks of the memory it lies in: its bytes, and the order in which what is done to them takes effect.
+
+`host.py` and `cuda_ipc.py` are the two there are, each for the producer that made the memory and for a consumer that
+has it mapped. Everything else of a pool (ledger, control words, publisher, reader) is the same code for both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from tensorferry.codecs.messages import Wire
+
+if TYPE_CHECKING:
+    from tensorferry.codecs.pool.control import Page
+
+#: uint8 of one dimension: a numpy array in host memory, a torch tensor in GPU memory.
+Bytes = Any
+
+
+class GpuHandle(Wire, frozen=True):
+    """Where a pool in GPU memory lies, and what opens it in another process."""
+
+    device: Annotated[bytes, Meta(min_length=16, max_length=16)]  #: UUID of the GPU or of the MIG instance
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]  #: cuIpcMemHandle_t
+
+
+class Arrival(Protocol):
+    """Bytes on their way to host memory."""
+
+    data: npt.NDArray[np.uint8]  #: valid once `done`; the memory is used again when the last view of it is gone
+
+    @property
+    def done(self) -> bool: ...
+
+
+class Order(Protocol):
+    """The place of one user's work: at once for host memory, in one stream for GPU memory.
+
+    Taken when a user is handed the bytes, a reader only after the host has seen `ready`. Nothing here waits, neither
+    the host nor a stream for a word. What is given to an order comes after everything that was given to it before.
+    """
+
+    def check(self) -> None:
+        """Raises StreamCapturing while the stream records a CUDA graph: a generation must not be baked in."""
+
+    def store(self, page: Page, column: int, slot: int, generation: int) -> None:
+        """Store a word once everything before is done and visible. Raises StreamCapturing."""
+
+    def join(self) -> None:
+        """What follows comes also after all that this thread's current stream was given so far."""
+
+    def mark(self) -> int:
+        """A point in this order; `after` is to be called with it once."""
+
+    def after(self, mark: int) -> None:
+        """What follows comes also after a mark of any order."""
+
+    def to_host(self, data: Bytes) -> Arrival:
+        """Start copying to host memory, in this order."""
+
+
+class Memory(Protocol):
+    """A pool's bytes as one process has them."""
+
+    nbytes: int
+    on_host: bool
+    borrowed: bool  #: whether `lend` gives the bytes themselves; else a local copy, made in the given order
+
+    def order(self) -> Order:
+        """The order of somebody who is about to be handed bytes. Raises StreamCapturing."""
+
+    def lend(self, offset: int, nbytes: int, order: Order) -> Bytes: ...
+
+    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
+        """Copy from `offset` on into memory of the same kind, in this order."""
+
+    def returned(self, order: Order) -> None:
+        """What was lent in this order is needed no more; all work on it is queued."""
+
+    def private(self, nbytes: int) -> Bytes | None:
+        """Other memory of the same kind, its bytes not set; None where any memory will do."""
+
+    def adopt(self, page: Page) -> None:
+        """Let this memory's orders reach the words of a page; `disown` it before it is closed."""
+
+    def disown(self, page: Page) -> None:
+        """Undo `adopt`. May wait for work that is queued on the page."""
+
+    def descriptors(self) -> list[int]:
+        """New ones, the caller's to close, that a consumer needs to map this memory; perhaps none."""
+
+    def handle(self) -> GpuHandle | None: ...
+
+    def close(self) -> None:
+        """Give it up here. May wait for work that is queued on it."""

@@ -1,0 +1,143 @@
+"""GPU tests: skipped where there is no CUDA device; a peer is `programs/gpu_peer.py`, a process of its own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from tensorferry.codecs.errors import FerryError
+from tensorferry.codecs.memory.cuda_driver import Driver
+from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.reader import Reader
+
+encode = msgspec.msgpack.encode
+Peer = Any  #: conftest.Peer
+OURS = ("tensorferry", "process", "pidfd")  #: the rest belongs to CUDA, which opens and closes as it likes
+
+
+def _devices() -> tuple[int, str]:
+    try:
+        return Driver.load().device_count(), "no CUDA device"
+    except FerryError as problem:
+        return 0, f"no CUDA device: {problem}"
+
+
+DEVICES, WHY_NOT = _devices()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/gpu/" in item.nodeid:
+            item.add_marker(pytest.mark.gpu)
+            if not DEVICES:
+                item.add_marker(pytest.mark.skip(reason=WHY_NOT))
+
+
+@pytest.fixture(scope="session")
+def torch() -> Any:
+    """torch, with its context open, so that no test is charged for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+    torch.zeros(1, device="cuda").add_(1).cpu()
+    torch.empty(1, pin_memory=True)
+    return torch
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(
+    torch: Any, belongings: Callable[[], Any], left: Callable[[Any], list[str]]
+) -> Iterator[None]:
+    before = belongings()
+    yield
+    torch.cuda.synchronize()
+    still = [name for name in left(before) if any(word in name for word in OURS)]
+    assert not still, f"left behind: {still}"
+
+
+@pytest.fixture
+def gpu_peer(start_peer: Callable[..., Peer], torch: Any) -> Peer:
+    return start_peer("gpu_peer.py", "ignore")
+
+
+@pytest.fixture
+def connect() -> Callable[[Pool, Peer], int]:
+    """Give a peer a pool of ours; its column."""
+
+    def connect(pool: Pool, peer: Peer) -> int:
+        export, fds = pool.export()
+        answer = peer.ask("attach", encode(export), fds=fds)
+        for fd in fds:
+            os.close(fd)
+        return pool.admit(msgspec.msgpack.decode(answer, type=Attachment), peer.fds)
+
+    return connect
+
+
+@pytest.fixture
+def connect_to() -> Callable[[Peer, Reader], tuple[int, int]]:
+    """Take a peer's pool: our column, and the pool."""
+
+    def connect_to(peer: Peer, reader: Reader) -> tuple[int, int]:
+        export = msgspec.msgpack.decode(peer.ask("export"), type=Export)
+        attachment, fds = reader.attach(export, peer.fds)
+        column: int = peer.ask("admit", encode(attachment), fds=fds)
+        for fd in fds:
+            os.close(fd)
+        return column, export.description.pool
+
+    return connect_to
+
+
+#: What makes a host wait for a GPU, in the driver and in torch.
+WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH", "cuMemFree", "cuMemcpyHtoD")
+
+
+class HostWaited(AssertionError):
+    """Something waited on the host."""
+
+
+@pytest.fixture
+def no_host_waits(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`with no_host_waits() as calls:` raises HostWaited at whatever waits for a GPU; `calls` are the driver's."""
+
+    @contextmanager
+    def watch() -> Iterator[list[str]]:
+        calls: list[str] = []
+        call = Driver.call
+
+        def traced(self: Driver, name: str, *arguments: Any) -> Any:
+            calls.append(name)
+            if name in WAITS:
+                raise HostWaited(name)
+            return call(self, name, *arguments)
+
+        def waits(name: str) -> Callable[..., Any]:
+            def refuse(*_: Any, **__: Any) -> Any:
+                raise HostWaited(name)
+
+            return refuse
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Driver, "call", traced)
+            patch.setattr(torch.cuda, "synchronize", waits("torch.cuda.synchronize"))
+            for kind in (torch.cuda.Stream, torch.cuda.Event):
+                patch.setattr(kind, "synchronize", waits(f"{kind.__name__}.synchronize"))
+            for name in ("item", "cpu", "tolist"):
+                patch.setattr(torch.Tensor, name, waits(f"Tensor.{name}"))
+            mode = torch.cuda.get_sync_debug_mode()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")  # torch's own operations that wait
+            try:
+                yield calls
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+
+    return watch

@@ -1,0 +1,300 @@
+"""In which order things reach a GPU, on a GPU that runs only when it is told to: no driver, no CUDA device.
+
+What a real one does with it is tested in `tests/gpu`. Here streams are queues of steps that a test runs by hand, so
+every order between two streams and the host can be looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import UUID, uuid4
+
+import numpy as np
+import pytest
+
+from tensorferry.codecs.errors import LeaseNotReady, StaleLease, StreamCapturing
+from tensorferry.codecs.memory.cuda_device import StreamOrder
+from tensorferry.codecs.memory.cuda_driver import CudaError
+from tensorferry.codecs.memory.cuda_ipc import CudaImport, CudaSegment
+from tensorferry.codecs.memory.memory import GpuHandle
+from tensorferry.codecs.messages import PoolDescription, Proxy
+from tensorferry.codecs.pool import control as control_module
+from tensorferry.codecs.pool.control import ControlPage
+from tensorferry.codecs.pool.pool import Pool, new_nonce
+from tensorferry.codecs.reader import Reader
+
+NBYTES = 1 << 16
+
+
+class HandDrivenGpu:
+    """What a StreamOrder and the memories need of a CudaDevice; each stream is a queue of steps."""
+
+    ordinal = 0
+
+    def __init__(self) -> None:
+        self.uuid: UUID = uuid4()
+        self.current = 1  #: stream
+        self.capturing: set[int] = set()
+        self.calls: list[str] = []
+        self.refusals: deque[CudaError] = deque()  #: of the next copies
+        self._steps: defaultdict[int, deque[Callable[[], bool]]] = defaultdict(deque)
+        self._happened: set[int] = set()
+        self._events = 0
+        self.bytes = np.zeros(NBYTES, np.uint8)
+
+    def run(self, stream: int) -> None:
+        """Until the stream is empty, or waits for another."""
+        steps = self._steps[stream]
+        while steps and steps[0]():
+            steps.popleft()
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        self.calls.append(method)
+        return getattr(self, method)(*arguments, **options)
+
+    def current_stream(self) -> int:
+        return self.current
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream in self.capturing
+
+    def order(self) -> StreamOrder:
+        order = StreamOrder(self, self.current)  # type: ignore[arg-type]
+        order.check()
+        return order
+
+    def over(self, pointer: int, nbytes: int) -> Any:
+        return self.bytes[:nbytes]
+
+    def empty(self, nbytes: int, stream: int) -> Any:
+        return Tensor(nbytes)
+
+    def close(self) -> None: ...
+
+    # --- as the driver
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> int:
+        assert not read_only
+        return address
+
+    def unregister(self, address: int) -> None: ...
+
+    def free(self, pointer: int) -> None: ...
+
+    def ipc_open(self, handle: bytes) -> int:
+        return 0x1000
+
+    def ipc_close(self, pointer: int) -> None:
+        assert pointer == 0x1000
+
+    def write_word(self, stream: int, pointer: int, value: int) -> None:
+        def store() -> bool:
+            ctypes.c_uint32.from_address(pointer).value = value
+            return True
+
+        self._steps[stream].append(store)
+
+    def copy(self, into: int, source: int, nbytes: int, stream: int) -> None:
+        if self.refusals:
+            raise self.refusals.popleft()
+
+    def event(self) -> int:
+        self._events += 1
+        return self._events
+
+    def record(self, event: int, stream: int) -> None:
+        def happen() -> bool:
+            self._happened.add(event)
+            return True
+
+        self._steps[stream].append(happen)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self._steps[stream].append(lambda: event in self._happened)
+
+    def forget(self, event: int) -> None: ...
+
+
+class Tensor:
+    """As much of one as a copy's target needs."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def data_ptr(self) -> int:
+        return 0x2000
+
+
+class Shop:
+    def __init__(self, gpu: HandDrivenGpu, pool: Pool, reader: Reader) -> None:
+        self.gpu, self.pool, self.reader = gpu, pool, reader
+        self.column = pool.admit(*reader.attach(*pool.export()))
+
+    def publish(self, uses: int = 1) -> Proxy:
+        with self.pool.lease(100) as lease:
+            lease.dispatch((self.column,))
+        slot, generation, offset, _ = lease.grant
+        return Proxy(self.pool.description.pool, slot, generation, offset, "uint8", (100,), 1, uses)
+
+    def publish_written(self, uses: int = 1) -> Proxy:
+        proxy = self.publish(uses)
+        self.gpu.run(self.gpu.current)
+        return proxy
+
+    def out(self) -> int:
+        self.pool.reclaim()
+        return self.pool.statistics().lent_slots
+
+
+@pytest.fixture
+def gpu() -> HandDrivenGpu:
+    return HandDrivenGpu()
+
+
+@pytest.fixture
+def shop(gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+    def attach(handle: GpuHandle, nbytes: int, *, ordinal: int | None, cached: bool) -> CudaImport:
+        imported = CudaImport(gpu, nbytes, handle, cached=cached)  # type: ignore[arg-type]
+        imported._open()
+        return imported
+
+    monkeypatch.setattr(CudaImport, "attach", attach)
+    monkeypatch.setattr(control_module, "STORES_S", 0.01)
+    description = PoolDescription(new_nonce(), "cuda_ipc", NBYTES, 8)
+    segment = CudaSegment(gpu, 0x3000, NBYTES, os.urandom(64))  # type: ignore[arg-type]
+    page = ControlPage.create(8, description.pool, 7)
+    segment.adopt(page)
+    with Pool(segment, page, description, 7) as pool, Reader() as reader:
+        yield Shop(gpu, pool, reader)
+        for stream in range(4):
+            gpu.run(stream)
+
+
+def test_ready_is_stored_by_the_stream_that_writes(shop: Shop) -> None:
+    proxy = shop.publish()
+    assert not shop.reader.is_ready(proxy)
+    shop.gpu.current = 2  # whatever is current by then
+    shop.gpu.run(2)
+    assert not shop.reader.is_ready(proxy)
+    shop.gpu.run(1)
+    assert shop.reader.is_ready(proxy)
+
+
+def test_r3_nothing_is_queued_for_what_the_host_has_not_seen(shop: Shop) -> None:
+    proxy = shop.publish()
+    shop.gpu.calls.clear()
+    with pytest.raises(LeaseNotReady), shop.reader.open(proxy):
+        raise AssertionError("opened")
+    assert shop.gpu.calls == []
+
+
+def test_r1_a_cancelled_lease_waits_for_its_writer(shop: Shop) -> None:
+    with shop.pool.lease(100):
+        pass
+    assert shop.out() == 1
+    shop.gpu.run(1)
+    assert shop.out() == 0
+
+
+def test_r5_the_acknowledgement_goes_into_the_stream_of_the_reads(shop: Shop) -> None:
+    proxy = shop.publish_written()
+    shop.gpu.current = 2
+    with shop.reader.open(proxy):
+        shop.gpu.current = 3
+    shop.gpu.run(3)
+    assert shop.out() == 1
+    with pytest.raises(StaleLease, match="acknowledged here already"):  # while the word is on its way
+        shop.reader.acknowledge(proxy)
+    shop.gpu.run(2)
+    assert shop.out() == 0
+
+
+def test_an_unread_lease_is_given_back_at_once(shop: Shop) -> None:
+    proxy = shop.publish_written()
+    shop.gpu.calls.clear()
+    shop.reader.acknowledge(proxy)
+    assert shop.gpu.calls == []
+    assert shop.out() == 0
+
+
+@pytest.mark.parametrize("last_reads", [True, False])
+def test_the_last_of_several_streams_comes_after_the_others(shop: Shop, last_reads: bool) -> None:
+    proxy = shop.publish_written(uses=3)
+    for stream in (1, 2):
+        shop.gpu.current = stream
+        with shop.reader.open(proxy):
+            pass
+    shop.gpu.current = 3
+    if last_reads:
+        with shop.reader.open(proxy):
+            pass
+    else:
+        shop.reader.acknowledge(proxy)
+    for stream in (3, 2, 3):
+        shop.gpu.run(stream)
+    assert shop.out() == 1, "the first reader is at work"
+    for stream in (1, 2, 3):
+        shop.gpu.run(stream)
+    assert shop.out() == 0
+
+
+def test_work_of_another_stream_counts_once_joined(shop: Shop) -> None:
+    proxy = shop.publish_written()
+    with shop.reader.open(proxy) as view:
+        shop.gpu.current = 2
+        view.join()
+    shop.gpu.run(1)
+    assert shop.out() == 1
+    shop.gpu.run(2)
+    shop.gpu.run(1)
+    assert shop.out() == 0
+
+
+def test_r_capture_is_refused_and_owed(shop: Shop) -> None:
+    proxy = shop.publish_written()
+    with pytest.raises(StreamCapturing), shop.reader.open(proxy):
+        shop.gpu.capturing = {1}
+    with pytest.raises(StreamCapturing):
+        shop.pool.lease(100).__enter__()
+    shop.gpu.run(1)
+    assert shop.out() == 1
+    shop.gpu.capturing = set()
+    shop.reader.acknowledge(proxy)
+    shop.gpu.run(1)
+    assert shop.out() == 0
+
+
+# --- a mapping that went stale -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def imported(gpu: HandDrivenGpu) -> Iterator[CudaImport]:
+    """Of a pool on another GPU, so that bytes are copied."""
+    imported = CudaImport(gpu, NBYTES, GpuHandle(bytes(16), os.urandom(64)), cached=True)  # type: ignore[arg-type]
+    imported._open()
+    yield imported
+    imported.close()
+
+
+def test_l6_a_stale_mapping_is_opened_again_once(gpu: HandDrivenGpu, imported: CudaImport) -> None:
+    gpu.refusals.append(CudaError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE"))
+    assert imported.lend(0, 100, gpu.order()).nbytes == 100
+    assert gpu.calls == ["ipc_open", "copy", "ipc_close", "ipc_open", "copy"]
+
+
+def test_l6_but_not_twice(gpu: HandDrivenGpu, imported: CudaImport) -> None:
+    gpu.refusals.extend([CudaError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE")] * 2)
+    with pytest.raises(CudaError):
+        imported.lend(0, 100, gpu.order())
+
+
+def test_r10_a_lost_context_is_not_tried_again(gpu: HandDrivenGpu, imported: CudaImport) -> None:
+    gpu.refusals.append(CudaError("cuMemcpyAsync", "CUDA_ERROR_ILLEGAL_ADDRESS"))
+    with pytest.raises(CudaError) as problem:
+        imported.lend(0, 100, gpu.order())
+    assert problem.value.sticky
+    assert gpu.calls == ["ipc_open", "copy"]
