@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.pair import Pair, Round
@@ -47,7 +48,7 @@ def huge(scale: Scale) -> Outcome:
 def small(scale: Scale) -> Outcome:
     """64 KiB: all fixed cost."""
     names = (*_OURS, "inline", *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
-    found = _one_at_a_time("64kib", "64 KiB, one in flight", scale, 64 * KIB, names, messages=21)
+    found = _one_at_a_time("64kib", "64 KiB, one in flight", scale, 64 * KIB, names, messages=51, turns=3)
     return _judged(
         found,
         Verdict.of("in place: no slower than msgpack frames", speedup(found, "in place", "msgpack frames"), ">=", 1),
@@ -111,14 +112,19 @@ def _one_at_a_time(
     names: Sequence[str],
     *,
     messages: int,
+    turns: int = 1,
     full: bool = False,
 ) -> Outcome:
-    """Latencies. A turn's first message is not counted: it finds the caches as another contender left them."""
+    """Latencies. A turn's first message is not counted: it finds the caches as another contender left them.
+
+    messages: of a turn. turns: of each contender, for each of the scale's.
+    """
     nbytes = max(_SMALLEST_NBYTES, scale.of(nbytes))
     found = []
-    for contender, turns in _rounds(names, nbytes, scale, messages, full=full).items():
-        latencies_ms = [latency / 1e6 for turn in turns for latency in turn.latencies_ns[1:]]
-        safe, details = CONTENDERS[contender].safe, _details(turns, messages, nbytes)
+    scale = replace(scale, rounds=turns * scale.rounds)
+    for contender, rounds in _rounds(names, nbytes, scale, messages, full=full).items():
+        latencies_ms = [latency / 1e6 for one in rounds for latency in one.latencies_ns[1:]]
+        safe, details = CONTENDERS[contender].safe, _details(rounds, messages, nbytes)
         found.append(measurement(contender, "ms", latencies_ms, safe=safe, details=details))
     return Outcome(name, title, tuple(found))
 

@@ -118,8 +118,8 @@ class Line:
         except OSError as problem:
             raise self._hung_up(problem) from None
 
-    async def hear(self, kind: type[T], fds: int = 0) -> Letter[T]:
-        """The next message, which must be of this kind and have so many descriptors.
+    async def hear(self, kind: type[T], fds: Sequence[int] = (0,)) -> Letter[T]:
+        """The next message, which must be of this kind and have one of these numbers of descriptors.
 
         Raises AttachRefused for whatever else comes, PeerGone when nothing more does. A cancelled call has
         taken nothing.
@@ -137,12 +137,12 @@ class Line:
         """
         try:
             self._socket.shutdown(socket.SHUT_RD)
-            with self._hear(kind, 0):
+            with self._hear(kind, (0,)):
                 return True
         except (FerryError, OSError):
             return False
 
-    def _hear(self, kind: type[T], fds: int) -> Letter[T]:
+    def _hear(self, kind: type[T], fds: Sequence[int]) -> Letter[T]:
         """Raises BlockingIOError when nothing has come yet."""
         try:
             data, extras, flags, _ = self._socket.recvmsg(
@@ -162,9 +162,9 @@ class Line:
             message = _decoded(data)
             if isinstance(message, Refused):
                 raise AttachRefused(message.reason)
-            if not isinstance(message, kind) or len(came) != fds:
+            if not isinstance(message, kind) or len(came) not in fds:
                 said = f"{type(message).__name__} with {len(came)} descriptors"
-                raise AttachRefused(f"{said} came; {kind.__name__} with {fds} was due")
+                raise AttachRefused(f"{said} came; {kind.__name__} with {' or '.join(map(str, fds))} was due")
             undo.pop_all()
         return Letter(message, came, pid)
 

@@ -523,7 +523,7 @@ async def test_what_was_said_before_shutting_counts(lines: tuple[Line, Raw]) -> 
 async def test_children_inherit_no_descriptor_that_was_passed(lines: tuple[Line, Raw]) -> None:
     line, raw = lines
     raw.say(Admitted(0), [0])
-    with await line.hear(Admitted, fds=1) as letter:
+    with await line.hear(Admitted, fds=(1,)) as letter:
         assert not os.get_inheritable(letter.fds[0])
 
 
@@ -714,14 +714,14 @@ async def admits_without_hearing(pool: Pool, line: Raw) -> None:
         (hangs_up_at_once, PeerGone, "hung up"),
         (answers_garbage, AttachRefused, "not a message of ours"),
         (declines, AttachRefused, "^because$"),
-        (exports_without_descriptors, AttachRefused, "Exported with 3 was due"),
+        (exports_without_descriptors, AttachRefused, "Exported with 2 or 3 was due"),
         (exports_another_pool, AttachRefused, "has pool"),
         (hangs_up_after_exported, PeerGone, "hung up"),
         (lies_about_the_size, AttachRefused, "were announced"),
         (has_memory_of_another_kind, AttachRefused, "cannot map pool"),
         (hangs_up_after_attached, PeerGone, "hung up"),
         (says_nothing_after_attached, PeerGone, r"no answer within 0\.3 s"),
-        (admits_without_hearing, AttachRefused, "Exported with 3 was due"),
+        (admits_without_hearing, AttachRefused, "Exported with 2 or 3 was due"),
     ],
 )
 async def test_a_misbehaving_producer_is_an_error_and_leaves_nothing(
@@ -821,9 +821,9 @@ async def test_l4_the_recycler_takes_everything_back_in_short_passes_without_new
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Pool.create(1 << 20, 256) as pool:
-        for _ in range(200):
-            with pool.lease(1000):
-                pass
+        with ExitStack() as leases:  # none ends before all are lent, which may take back some by itself
+            for _ in range(200):
+                leases.enter_context(pool.lease(1000))
         passes: list[int] = []
         reclaim = pool.reclaim
 

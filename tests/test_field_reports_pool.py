@@ -379,7 +379,7 @@ GATED_ROWS, FAILING_TOKENS = 11, 666  #: where the odd adapter waits, and the od
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """A running deployment: (its description, a client, the gate of the odd adapter)."""
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS), prepend=os.pathsep)
 
     @asynccontextmanager
     async def running(

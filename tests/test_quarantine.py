@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import tempfile
+import time
 import urllib.request
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from tensorferry.stages.assignment import assign
 
 PROGRAMS = Path(__file__).parent / "programs"
 START_S = 60.0
-PATIENCE_S = 20.0
-DEADLINE_S = 3.0  #: of requests to a rank that is stopped
+PATIENCE_S = 30.0
+DEADLINE_S = 5.0  #: of requests to a rank that is stopped
 ROWS_GATED, ROWS_MAD = 11, 13  #: of an item that the odd adapter waits at, or goes mad at
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,7 +45,7 @@ encoder: {{ranks: {encoders}}}
 scheduler: {{groups: {groups}, options: {{digests: true}}}}
 pool: {{budget_mb: 16, inline_below_kb: 0}}
 embeddings_pool: {{budget_mb: 16, inline_below_kb: 0}}
-timeouts: {{heartbeat_s: 0.1, quarantine_s: 1.0}}
+timeouts: {{heartbeat_s: 0.1, quarantine_s: 2.0}}
 telemetry: {{log_level: error, log_format: json, prometheus_port: {port}}}
 """
 
@@ -76,8 +76,13 @@ class Running:
                     return
                 await asyncio.sleep(0.02)
 
+    async def waits_at_gate(self, request: asyncio.Future[Outcome]) -> None:
+        entered = self.gate.with_suffix(".entered")
+        await eventually(lambda: entered.exists() or request.done())
+        assert not request.done(), request.result()
+
     async def gauges(self, name: str) -> dict[str, float]:
-        """What all processes say of this number, but 0."""
+        """What all processes say of this number, by process; zeros are left out."""
         return {
             f"{member.stage}-{member.rank}": gauge.value
             for member in await self.client.refresh()
@@ -87,9 +92,10 @@ class Running:
 
     async def says(self, name: str, wanted: dict[str, float]) -> None:
         """Until they say this."""
-        async with asyncio.timeout(PATIENCE_S):
-            while await self.gauges(name) != wanted:  # noqa: ASYNC110 - what other processes do sets no event
-                await asyncio.sleep(0.02)
+        end = time.monotonic() + PATIENCE_S
+        while (said := await self.gauges(name)) != wanted:
+            assert time.monotonic() < end, f"{name} is {said}, not {wanted}"
+            await asyncio.sleep(0.02)
 
     async def lends(self, wanted: dict[str, float]) -> None:
         """Until so many leases are out, by process."""
@@ -107,7 +113,7 @@ class Running:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS), prepend=os.pathsep)
 
     @asynccontextmanager
     async def running(encoders: int = 1, groups: int = 1) -> AsyncIterator[Running]:
@@ -119,7 +125,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             Supervisor.running(deployment, file) as supervisor,
             Client.connect(deployment, timeout_s=START_S) as client,
         ):
-            yield Running(deployment, supervisor, client, Path(folder) / "gate")
+            it = Running(deployment, supervisor, client, Path(folder) / "gate")
+            await it.says("peers_quarantined", {})  # a machine may be busy while all start at once
+            yield it
 
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
         yield running
@@ -172,7 +180,7 @@ async def test_b07_c5_while_an_encoder_is_stopped_the_others_serve(run: Callable
         its = ids(1, 3)
         it.gate.touch()
         held = [it.submit(next(its), ROWS_GATED, DEADLINE_S)]
-        await eventually(it.gate.with_suffix(".entered").exists)
+        await it.waits_at_gate(held[0])
         held += [it.submit(next(its), deadline_s=DEADLINE_S) for _ in range(3)]  # behind the one it encodes
         await it.lends({"tokenizer-0": 4})
         pid = await it.stop("encoder", 1)
@@ -182,8 +190,8 @@ async def test_b07_c5_while_an_encoder_is_stopped_the_others_serve(run: Callable
 
         fresh = await outcomes([it.submit(next(its)) for _ in range(30)])
         assert not [outcome for outcome in fresh if not isinstance(outcome, wire.Result)], fresh
-        ranks = Counter(item.rank for outcome in fresh if isinstance(outcome, wire.Result) for item in outcome.items)
-        assert ranks.keys() == {0, 2}, ranks
+        ranks = {item.rank for outcome in fresh if isinstance(outcome, wire.Result) for item in outcome.items}
+        assert ranks == {0, 2}
 
         for outcome in await outcomes(held):
             assert isinstance(outcome, wire.Failed), outcome
@@ -208,7 +216,7 @@ async def test_b07_while_a_scheduler_is_stopped_the_other_group_serves(run: Call
         numbers = (number.to_bytes(8, "big") * 2 for number in range(2, 1000))  # even ones go to the first group
         it.gate.touch()
         made = it.submit(next(numbers), ROWS_GATED)
-        await eventually(it.gate.with_suffix(".entered").exists)
+        await it.waits_at_gate(made)
         pid = await it.stop("scheduler", 0)
         held = [it.submit(next(numbers), deadline_s=DEADLINE_S) for _ in range(8)]
         await it.becomes("scheduler", 0, "quarantined")

@@ -282,7 +282,7 @@ def test_b24_a_live_owner_is_named_and_not_disturbed(runtime, child):
     owner = child(OWNER)
     assert heard(owner) == "owned"
     before = sorted(runtime.directory.iterdir())
-    who = f"encoder 3 of deployment 'local' is already running: it is process {owner.pid} on {socket.gethostname()}"
+    who = f"encoder-3 of deployment 'local' is already running: it is process {owner.pid} on {socket.gethostname()}"
     when = r", since 20\d\d-.*\+00:00 with local.yaml"
     with pytest.raises(DeploymentError, match=who + when), runtime.own("encoder", 3):
         pass

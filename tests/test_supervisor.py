@@ -280,7 +280,7 @@ async def test_what_a_stage_has_started_goes_with_it(place: Place) -> None:
 def test_stages_are_started_by_this_interpreter_with_the_same_settings() -> None:
     command = start_command(Path("a file.yaml"), ["pool.slots=8", "name=x y"])
     assert command("encoder", 3) == [
-        *(sys.executable, "-m", "tensorferry", "start", "encoder", "--rank", "3", "--config", "a file.yaml"),
+        *(sys.executable, "-P", "-m", "tensorferry", "start", "encoder", "--rank", "3", "--config", "a file.yaml"),
         *("--set", "pool.slots=8", "--set", "name=x y"),
     ]
 
@@ -395,7 +395,7 @@ def test_b45_nothing_survives_a_supervisor_that_is_killed(
                     until(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
                 started.process.kill()
                 started.process.wait(DEADLINE_S)
-                assert family.are_gone(5.0), started.errors
+                assert family.are_gone(DEADLINE_S), started.errors
             assert bystander.poll() is None
             assert "Traceback" not in started.errors
         finally:

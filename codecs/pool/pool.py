@@ -29,7 +29,9 @@ from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
-WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
+#: Memory that was just used is half as dear as other, so what has come back is lent again first: a pass comes before
+#: every lease this large, and before one in so many of the others.
+WARM_FROM_NBYTES, WARM_EVERY = 4 << 20, 16
 
 
 class Export(Wire, frozen=True):
@@ -277,7 +279,8 @@ class Pool:
     def _lend(self, nbytes: int) -> Grant:
         with self._lock:
             self._check_open()
-            if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
+            warm = nbytes >= WARM_FROM_NBYTES or self._leases % WARM_EVERY == 0
+            if warm and self.description.memory == "host":
                 self._reclaim()
             while True:
                 try:

@@ -138,6 +138,8 @@ def _freeze(value: Any) -> Any:
     """A hashable picture of everything a ledger holds."""
     if isinstance(value, dict):
         return tuple(sorted((key, _freeze(item)) for key, item in value.items()))
+    if isinstance(value, set):
+        return tuple(sorted(value))
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, tuple | list | deque):
