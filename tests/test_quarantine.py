@@ -182,7 +182,7 @@ async def test_b07_c5_while_an_encoder_is_stopped_the_others_serve(run: Callable
         held = [it.submit(next(its), ROWS_GATED, DEADLINE_S)]
         await it.waits_at_gate(held[0])
         held += [it.submit(next(its), deadline_s=DEADLINE_S) for _ in range(3)]  # behind the one it encodes
-        await it.lends({"tokenizer-0": 4})
+        await it.lends({"tokenizer-0": 4, "encoder-1": 2})  # its two outputs are not sent yet
         pid = await it.stop("encoder", 1)
         it.gate.unlink()
         held += [it.submit(next(its), deadline_s=DEADLINE_S) for _ in range(2)]  # nobody has noticed yet
@@ -197,7 +197,7 @@ async def test_b07_c5_while_an_encoder_is_stopped_the_others_serve(run: Callable
             assert isinstance(outcome, wire.Failed), outcome
             assert (outcome.failure.kind, outcome.failure.retryable) == ("DeadlineExceeded", True)
             assert "encoder-1 is quarantined: not heard for" in outcome.failure.problem
-        await it.lends({"tokenizer-0": len(held)})  # what it may still read is nobody else's
+        await it.lends({"tokenizer-0": len(held), "encoder-1": 2})  # what it may still read is nobody else's
 
         os.kill(pid, signal.SIGCONT)
         await it.becomes("encoder", 1, "ready")
