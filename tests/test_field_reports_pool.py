@@ -474,7 +474,7 @@ async def test_b06_b08_whatever_becomes_of_a_request_its_slices_come_back(run: C
         await eventually(lambda: gate.with_suffix(".entered").exists() or first.done())
         bad = [client.submit_nowait([good, good, good[:100]]) for _ in range(5)]  # the last image of them
         refused = [client.submit_nowait([good, good], output_tokens=FAILING_TOKENS) for _ in range(5)]  # by the engine
-        overdue = [client.submit_nowait([good] * 2, deadline_s=2.0) for _ in range(5)]
+        overdue = [client.submit_nowait([good] * 2, deadline_s=4.0) for _ in range(5)]
         ids = [bytes([number + 1]) * 16 for number in range(5)]
         cancelled = [client.submit_nowait([good] * 2, request=request) for request in ids]
         fine = [client.submit_nowait([good, good]) for _ in range(5)]
