@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 from structlog.contextvars import bound_contextvars
 
@@ -33,9 +31,10 @@ from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
 from tensorferry.stages.assignment import assign
-from tensorferry.stages.processors.base import BadMedia, Plan, Processor
+from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.prompt import Planner, Prompt
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
@@ -86,16 +85,6 @@ class Request:
         asyncio.get_running_loop().call_soon(self.task.cancel)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A request's tokens and items, as planned."""
-
-    token_ids: npt.NDArray[np.int32]
-    spans: Sequence[tuple[int, int]]
-    media: Sequence[Buffer]
-    plans: Sequence[Plan]
-
-
 class Tokenizer:
     """See the module. `serve` is one request from acceptance to outcome."""
 
@@ -103,7 +92,7 @@ class Tokenizer:
         self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, text: TextEncoder
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
-        self._processor, self._text = processor, text
+        self._processor, self._planner = processor, Planner(processor, text, stage.deployment.limits)
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._over = Tombstones()
@@ -223,7 +212,7 @@ class Tokenizer:
     async def _serve(
         self, request: Request, frames: Sequence[Buffer], marks: list[wire.Mark], timeout_s: float
     ) -> wire.Message:
-        prompt = await run_to_end(self._threads, partial(self._plan, request.submit, frames))
+        prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
         layouts = [[(plan.dtype, plan.shape)] for plan in prompt.plans]
         await self._wait_for_room(layouts)
         with ExitStack() as leases:
@@ -251,51 +240,6 @@ class Tokenizer:
             items,
             (*marks[:-1], *first.marks, marks[-1]),
         )
-
-    def _plan(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Prompt:
-        """From headers alone: the tokens, where the placeholders go, and every tensor's shape."""
-        parts: list[npt.NDArray[np.int32] | int] = []
-        media: list[Buffer] = []
-        plans: list[Plan] = []
-        for part in submit.parts:
-            match part:
-                case wire.TextPart(text=text):
-                    parts.append(self._text.encode(text))
-                case wire.TokensPart(ids=ids):
-                    parts.append(self._checked(ids))
-                case wire.ImagePart(frame=frame):
-                    index = len(plans)
-                    if index >= self._limits.request_items:
-                        raise BadRequest(f"more than {self._limits.request_items} items (limits.request_items)")
-                    if frame >= len(frames):
-                        raise BadItem(index, f"its bytes should be frame {frame}, but the message has {len(frames)}")
-                    if len(frames[frame]) > self._limits.item_mb << 20:
-                        raise BadItem(
-                            index, f"{len(frames[frame])} encoded bytes; limits.item_mb is {self._limits.item_mb}"
-                        )
-                    try:
-                        plan = self._processor.plan(frames[frame])
-                    except BadMedia as problem:
-                        raise BadItem(index, str(problem)) from None
-                    media.append(frames[frame])
-                    plans.append(plan)
-                    parts.append(plan.rows)
-        token_ids, spans = self._text.assemble(parts)
-        if len(token_ids) > self._limits.request_tokens:
-            raise BadRequest(f"{len(token_ids)} tokens; limits.request_tokens is {self._limits.request_tokens}")
-        pixels_nbytes = sum(plan.nbytes for plan in plans)
-        if pixels_nbytes > self._limits.request_mb << 20:
-            raise BadRequest(
-                f"pixel tensors of {pixels_nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}"
-            )
-        return Prompt(token_ids, spans, media, plans)
-
-    def _checked(self, ids: bytes) -> npt.NDArray[np.int32]:
-        if len(ids) % 4:
-            raise BadRequest(f"token ids of {len(ids)} bytes; int32 takes 4 each")
-        found = np.frombuffer(ids, "<i4").astype(np.int32, copy=False)
-        self._text.check_ids(found)
-        return found
 
     async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
         """With `when_full: wait`, until the pool has room for all of a request, or the wait is over.

@@ -1,0 +1,71 @@
+"""From a submitted request to its prompt: tokens, placeholders and the shape of every tensor, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import BadItem, BadRequest
+from tensorferry.codecs.frames import Buffer
+from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.stages.processors.base import BadMedia, Plan, Processor
+from tensorferry.stages.processors.text import TextEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's tokens and items, as planned."""
+
+    token_ids: npt.NDArray[np.int32]
+    spans: Sequence[tuple[int, int]]
+    media: Sequence[Buffer]
+    plans: Sequence[Plan]
+
+
+class Planner:
+    """Plans requests; thread-safe, and decodes no pixel."""
+
+    def __init__(self, processor: Processor, text: TextEncoder, limits: LimitsSpec) -> None:
+        self._processor, self._text, self._limits = processor, text, limits
+
+    def plan(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Prompt:
+        """From headers alone: the tokens, where the placeholders go, and every tensor's shape."""
+        parts: list[npt.NDArray[np.int32] | int] = []
+        media: list[Buffer] = []
+        plans: list[Plan] = []
+        for part in submit.parts:
+            match part:
+                case wire.TextPart(text=text):
+                    parts.append(self._text.encode(text))
+                case wire.TokensPart(ids=ids):
+                    parts.append(self._text.read_ids(ids))
+                case wire.ImagePart(frame=frame):
+                    index = len(plans)
+                    if index >= self._limits.request_items:
+                        raise BadRequest(f"more than {self._limits.request_items} items (limits.request_items)")
+                    if frame >= len(frames):
+                        raise BadItem(index, f"its bytes should be frame {frame}, but the message has {len(frames)}")
+                    if len(frames[frame]) > self._limits.item_mb << 20:
+                        raise BadItem(
+                            index, f"{len(frames[frame])} encoded bytes; limits.item_mb is {self._limits.item_mb}"
+                        )
+                    try:
+                        plan = self._processor.plan(frames[frame])
+                    except BadMedia as problem:
+                        raise BadItem(index, str(problem)) from None
+                    media.append(frames[frame])
+                    plans.append(plan)
+                    parts.append(plan.rows)
+        token_ids, spans = self._text.assemble(parts)
+        if len(token_ids) > self._limits.request_tokens:
+            raise BadRequest(f"{len(token_ids)} tokens; limits.request_tokens is {self._limits.request_tokens}")
+        pixels_nbytes = sum(plan.nbytes for plan in plans)
+        if pixels_nbytes > self._limits.request_mb << 20:
+            raise BadRequest(
+                f"pixel tensors of {pixels_nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}"
+            )
+        return Prompt(token_ids, spans, media, plans)
