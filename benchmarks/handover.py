@@ -23,7 +23,7 @@ _UNSAFE = ("pickle 5, unsafe", "msgpack frames, unsafe", "torch queue, unsafe")
 def large(scale: Scale) -> Outcome:
     """8 MiB: an image of two megapixels, about."""
     names = (*_OURS, *_SAFE, *_DRIVEN_OTHERWISE, *_UNSAFE)
-    found = _one_at_a_time("8mib", "8 MiB, one in flight", scale, 8 * MIB, names, messages=6)
+    found = _one_at_a_time("8mib", "8 MiB, one in flight", scale, 8 * MIB, names, messages=16)
     return _judged(
         found,
         Verdict.of("in place: at most 1/6 of msgpack frames", speedup(found, "in place", "msgpack frames"), ">=", 6),
@@ -59,7 +59,7 @@ def small(scale: Scale) -> Outcome:
 def inline(scale: Scale) -> Outcome:
     """8 MiB that the pool has no room for."""
     names = ("inline", "pickle 5", "msgpack frames", "pickle 5, unsafe", "msgpack frames, unsafe")
-    found = _one_at_a_time("inline", "8 MiB inline, one in flight", scale, 8 * MIB, names, messages=6)
+    found = _one_at_a_time("inline", "8 MiB inline, one in flight", scale, 8 * MIB, names, messages=16)
     return _judged(
         found, Verdict.of("inline: no slower than pickle 5 out of band", speedup(found, "inline", "pickle 5"), ">=", 1)
     )
