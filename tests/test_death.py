@@ -481,11 +481,12 @@ CORRUPT = "where all should be|poisoned, and read|StaleLease"
 #: (who has it, what it does, how it shows)
 FAULTS = [
     ("consumer", "acknowledges before it has read", CORRUPT),
+    ("consumer", "acknowledges before its stream has read", CORRUPT),
     ("consumer", "reads what is not ready", CORRUPT),
     ("consumer", "reads its former life's mail", f"{CORRUPT}|which is not dead|not attached"),
     ("consumer", "gives up what a dead producer had finished", "given up although it is ready"),
     ("consumer", "waits for the dead", "consumer-[0-2] is idle"),
-    ("consumer", "forgets the lease of a block that failed", "has lent"),
+    ("consumer", "forgets the lease of a block that failed", "has lent|mappings"),
     ("consumer", "keeps a descriptor", "began with"),
     ("consumer", "keeps what it has detached", "mappings"),
     ("producer", "publishes before it has written", CORRUPT),

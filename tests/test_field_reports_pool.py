@@ -6,7 +6,7 @@
 | B02 | bytes are shown before they are written, or lent again before they are read | `test_death.py` and its planted faults; `protocol/`: the two historical faults among its attacks; `test_pool.py`: `bytes_are_not_shown_before_they_are_written` |
 | B03 | the fallback of a full or fragmented pool loses or breaks something | `test_b03_...` here (seven images, one warning), and in `test_publisher.py` (too large, fragmented) |
 | B04 | some items inline, some not, and a rank without any | `test_b04_...` here |
-| B05 | all pools together take more than the budget | `test_b05_...` here; `test_config.py`: `test_p5_...` |
+| B05 | all pools together take more than the budget | `test_b04_b05_...` here; `test_config.py`: `test_p5_...` |
 | B06 | a request that fails late keeps what it had taken | `test_b06_...` here; `test_pool.py`: `acknowledged_unread`, `abandoned_before_it_was_ready`; `test_pipeline.py`: cancelled and overdue requests |
 | B07 | a dead, stopped or failing consumer stops everybody, or its bytes are lent again too soon | `test_quarantine.py`; `test_death.py`; `test_pool.py` and `test_reader.py`: `test_b07_...` |
 | B08 | the wrong number of readers is counted | `test_b08_...` here; `test_consumers.py`; `test_pipeline.py`: `test_e6_...` |
@@ -26,6 +26,7 @@ import gc
 import hashlib
 import io
 import os
+import re
 import sys
 import tempfile
 import time
@@ -102,6 +103,18 @@ def what_libraries_keep() -> None:
         other.connect("inproc://one")
         one.send(bytes(1 << 20), copy=False)
         other.recv()
+
+
+def test_the_table_names_tests_that_there_are() -> None:
+    rows = [line.split("|") for line in str(__doc__).splitlines() if line.startswith("| B")]
+    assert [row[1].strip() for row in rows] == [*(f"B{number:02}" for number in range(1, 14)), "B26", "B30"]
+    tests = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py")}
+    for _, row, _, shown_by, _ in rows:
+        own = Path(__file__).name if " here" in shown_by else ""
+        files = [*re.findall(r"test_\w+\.py", shown_by), *filter(None, [own])]
+        assert files, row
+        for name in re.findall(r"`([a-z]\w+)(?:\.\.\.)?`", shown_by):
+            assert any(re.search(rf"def \w*{name}", tests[file]) for file in files), f"{row}: {name} in none of {files}"
 
 
 # --- pools ------------------------------------------------------------------------------------------------------

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from lives import mail
 from lives.life import Life, belongings
+from lives.stream import Stream
 from tensorferry.codecs.errors import AttachRefused, FerryError, LeasePoisoned, PeerGone
+from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import View
@@ -18,6 +21,11 @@ from tensorferry.pipeline.broker import attach
 
 PATIENCE_S = 15.0  #: for what is not ready; a stopped producer goes on or dies earlier
 CHUNKS = 6  #: that a tensor is looked at in, so that its bytes may change meanwhile
+
+
+#: What becomes of a tensor. `late`: as on a GPU, where a stream reads it after the block has ended, and then
+#: acknowledges.
+WAYS = ("read", "copied", "abandoned", "failed", "late")
 
 
 class Whim(Exception):
@@ -32,6 +40,7 @@ class Consumer(Life):
         self._attaching = self._handling = 0
         #: What became of the uses of tensors; `former`: mail of a former life.
         self._outcomes: Counter[str] = Counter()
+        HostSegment.order = Stream.begin  # type: ignore[method-assign]
         with Reader(self.epoch) as self.reader:
             async with asyncio.TaskGroup() as self._tasks:
                 for rank in range(len(self.others)):
@@ -70,7 +79,7 @@ class Consumer(Life):
     # --- a tensor
 
     async def _handle(self, note: mail.Tensors, identity: int, payload: Payload) -> None:
-        way = self.rng.choices(("read", "copied", "abandoned", "failed"), (60, 20, 10, 10))[0]
+        way = self.rng.choices(WAYS, weights=(40, 10, 10, 10, 30))[0]
         try:
             await self._dawdle()
             await self._take(note, identity, payload, way)
@@ -94,19 +103,25 @@ class Consumer(Life):
             return
         if isinstance(payload, Proxy):
             await self._until_ready(note, payload)
-        copy: View | None = None
-        try:
-            with self.reader.open(payload, note.frames) as view:
+        own: View | None = None
+        stream = Stream()
+        with suppress(Whim), self.reader.open(payload, note.frames) as view:
+            if isinstance(payload, Proxy):
+                stream = Stream.latest
+            if way == "late":
+                own = view  # as on a GPU: the block ends, and the stream that reads is still at it
+            else:
                 await self._judge(note, payload, view, identity)
-                if way == "copied":
-                    copy = view.copy()
-                del view
-                if way == "failed":
-                    raise Whim
-        except Whim:
-            pass
-        if copy is not None:
-            await self._judge(note, payload, copy, identity)
+                own = view.copy() if way == "copied" else None
+            if way != "late" or self.fault == "acknowledges before its stream has read":
+                stream.finish()
+            del view
+            if way == "failed":
+                raise Whim
+        if own is not None:
+            await self._judge(note, payload, own, identity)
+            del own
+        stream.finish()
 
     async def _until_ready(self, note: mail.Tensors, proxy: Proxy) -> None:
         until = asyncio.get_running_loop().time() + PATIENCE_S
@@ -135,7 +150,7 @@ class Consumer(Life):
                 await asyncio.sleep(0)
 
     async def _dawdle(self) -> None:
-        for _ in range(self.rng.choice((0, 0, 1, 20))):
+        for _ in range(self.rng.choice((0, 0, 10, 60))):
             await asyncio.sleep(0)
 
     def _is_written(self, proxy: Proxy) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from lives.stream import Stream
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Payload, Proxy
@@ -23,6 +24,8 @@ _open, _reclaim, _attach, _is_ready = Reader.open, Ledger.reclaim, Reader.attach
 def _open_and_acknowledge_first(self: Reader, payload: Payload, frames: Sequence[Buffer] = ()) -> Iterator[View]:
     with _open(self, payload, frames) as view:
         pass
+    if isinstance(payload, Proxy):
+        Stream.latest.finish()
     yield view
 
 

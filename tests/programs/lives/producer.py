@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from lives import mail
 from lives.life import Life
+from lives.stream import Stream
 from tensorferry.codecs.errors import LeaseError, PoolFull
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Origin
@@ -99,20 +100,20 @@ class Producer(Life):
         with suppress(Whim), self._publisher.draft(layout) as draft:
             views = draft.views
             lease = draft._lease if how in LATE else None
+            stream = Stream()
             if lease is None:
                 await self._write(views, identities)
-            else:
-                lease._published = self.fault != "publishes before it has written"
+            elif self.fault != "publishes before it has written":
+                lease.order = stream
             if how not in ("cancelled", "late and cancelled"):
                 self._tell(draft, receivers, identities, poisoned=lease is not None and how == "late and poisoned")
             if how == "failing":
                 raise Whim
         if lease is not None:
             await self._write(views, identities, slowly=True)
-            slot, generation, _, _ = lease.grant
             if how == "late and poisoned":
-                self.pool._control.set_poison(slot, generation)
-            self.pool._control.set_ready(slot, generation)
+                lease.poison()
+            stream.finish()
         self.pool.reclaim()
         return True
 
