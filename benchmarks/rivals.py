@@ -9,6 +9,7 @@ promises; the unsafe variants leave that to the caller, and are only reported.
 from __future__ import annotations
 
 import pickle  # noqa: TID251  # a rival's way: only to read what this benchmark's own producer wrote
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     request: bytes
 
 
-class _OverZmq:
+class _OverZmq(ABC):
     """A message is some frames; the subclasses say which."""
 
     safe = True
@@ -43,13 +44,13 @@ class _OverZmq:
         """The tensor that the producer writes into."""
         return setup.source()
 
+    @abstractmethod
     def put(self, push: zmq.Socket[bytes], number: int, source: Any) -> None:
         """Send a message."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, pull: zmq.Socket[bytes], flags: int) -> tuple[int, Bytes]:
         """Receive one; it is there, or may be waited for."""
-        raise NotImplementedError
 
     @contextmanager
     def sender(self, setup: Setup) -> Iterator[Send]:
@@ -111,7 +112,7 @@ class Pickle5(_OverZmq):
 
     def take(self, pull: zmq.Socket[bytes], flags: int) -> tuple[int, Bytes]:
         header, *buffers = (frame.buffer for frame in pull.recv_multipart(flags, copy=False))
-        number, tensor = pickle.loads(header, buffers=buffers)  # noqa: S301
+        number, tensor = pickle.loads(header, buffers=buffers)  # noqa: S301 - its own producer's, beside it
         return number, bytes_of(tensor)
 
 

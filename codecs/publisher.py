@@ -107,6 +107,19 @@ class Draft:
 
     def __enter__(self) -> Self:
         lease = self._lease = self._publisher._lease(self._nbytes)
+        try:
+            self._make(lease)
+        except BaseException:  # interrupted: nobody was told of the lease, so it comes back
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._lease.__exit__()
+
+    def _make(self, lease: Lease | None) -> None:
+        """The views, and what they are copies of in them."""
         self._order: Order = HOST_ORDER
         self._arrival: Arrival | None = None
         if lease is None:
@@ -118,21 +131,8 @@ class Draft:
             View(data if end == self._nbytes and not start else data[start:end], dtype, shape, self._order)
             for (start, end), (dtype, shape) in zip(self._places, self._layout, strict=True)
         ]
-        if self._sources:
-            self._fill()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._lease.__exit__()
-
-    def _fill(self) -> None:
-        try:
-            for view, source in zip(self.views, self._sources, strict=True):
-                view.copy_from(source)
-        except BaseException:  # interrupted: nobody was told of the lease, so it comes back
-            self.__exit__()
-            raise
+        for view, source in zip(self.views, self._sources, strict=bool(self._sources)):
+            view.copy_from(source)
 
     def _private(self) -> Bytes:
         """Memory that is nobody else's, of the kind that the pool's views have."""

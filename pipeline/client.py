@@ -198,14 +198,18 @@ class Client:
 
     async def _listen(self, door: _Door) -> None:
         async for received in door.dealer:
-            match received.message:
-                case wire.Members() as members:
-                    door.members, door.asked = members, 0
-                    self._changed.set()
-                case wire.Result() | wire.Failed() | wire.Busy() as outcome:
-                    self._finish(door, outcome)
-                case other:
-                    log.warning("message_refused", message=type(other).__name__)
+            self._take(door, received.message)
+            del received  # else its frames stay in use while the next is waited for
+
+    def _take(self, door: _Door, message: wire.Message) -> None:
+        match message:
+            case wire.Members() as members:
+                door.members, door.asked = members, 0
+                self._changed.set()
+            case wire.Result() | wire.Failed() | wire.Busy() as outcome:
+                self._finish(door, outcome)
+            case other:
+                log.warning("message_refused", message=type(other).__name__)
 
     async def _watch(self) -> None:
         """Ask every tokenizer for a sign of life, for ever; one that gives none has lost what it had."""

@@ -67,6 +67,7 @@ class Encoder:
         async for received in self._stage.inbox:
             with self._stage.alone():
                 self._take(received.message, received.frames)
+            del received  # else its frames stay in use while the next is waited for
 
     def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
         match message:
@@ -84,18 +85,20 @@ class Encoder:
     async def encode(self) -> None:
         """Take a job, load what this rank owns, encode it, send the embeddings; for ever."""
         while True:
-            job, frames = await self._jobs.get()
-            with bound_contextvars(request=job.request.hex()):
-                marks = [wire.Mark("encoding", time.monotonic_ns())]
-                with ExitStack() as embeddings:
-                    try:
-                        made = await self._encode(job, frames, embeddings)
-                        marks.append(wire.Mark("encoded", time.monotonic_ns()))
-                        self._send(job, made, tuple(marks))
-                    except Exception as problem:
-                        self._report(job, problem)
+            await self._run(*await self._jobs.get())  # in a frame of its own: a rank that waits keeps no job
             self._in_flight -= 1
             self._jobs.task_done()
+
+    async def _run(self, job: wire.Encode, frames: Sequence[Buffer]) -> None:
+        with bound_contextvars(request=job.request.hex()):
+            marks = [wire.Mark("encoding", time.monotonic_ns())]
+            with ExitStack() as embeddings:
+                try:
+                    made = await self._encode(job, frames, embeddings)
+                    marks.append(wire.Mark("encoded", time.monotonic_ns()))
+                    self._send(job, made, tuple(marks))
+                except Exception as problem:
+                    self._report(job, problem)
 
     async def drain(self) -> None:
         """Take no more jobs, and finish those that are here."""

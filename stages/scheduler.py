@@ -74,6 +74,7 @@ class Scheduler:
         async for received in self._stage.inbox:
             with self._stage.alone():
                 self._take(received.message, received.frames)
+            del received  # else its frames stay in use while the next is waited for
 
     def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
         match message:

@@ -109,6 +109,7 @@ class Tokenizer:
         async for received in self._door:
             with self._stage.alone():
                 self._take(received.peer, received.message, received.frames)
+            del received  # else its frames stay in use while the next is waited for
 
     def _take(self, client: bytes, message: wire.Message, frames: Sequence[Buffer]) -> None:
         match message:
@@ -377,6 +378,7 @@ class Tokenizer:
         async for received in self._stage.inbox:
             with self._stage.alone():
                 self._take_report(received.message)
+            del received  # else its frames stay in use while the next is waited for
 
     def _take_report(self, message: wire.Message) -> None:
         match message:

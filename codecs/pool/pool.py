@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Literal, NamedTuple, Self
 
-import msgspec
 import numpy as np
 
 from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull
@@ -27,11 +26,10 @@ from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Memory, Order
 from tensorferry.codecs.messages import Nonce, PoolDescription, Wire
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.ledger import Grant, Ledger
+from tensorferry.codecs.pool.statistics import PoolStatistics
 
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
-#: Memory that was just used is half as dear as other, so what has come back is lent again first: a pass comes before
-#: every lease this large, and before one in so many of the others.
-WARM_FROM_NBYTES, WARM_EVERY = 4 << 20, 16
+WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
 
 
 class Export(Wire, frozen=True):
@@ -47,32 +45,6 @@ class Attachment(Wire, frozen=True):
 
     pool: Nonce
     consumer: Nonce
-
-
-class PoolStatistics(msgspec.Struct, frozen=True):
-    capacity_nbytes: int
-    lent_nbytes: int
-    peak_lent_nbytes: int  #: most ever lent at once; choose the budget from this
-    longest_free_nbytes: int
-    free_ranges: int
-    lent_slots: int
-    peak_lent_slots: int
-    slots: int
-    consumers: int
-    leases: int  #: ever lent
-    refused: int  #: times no range or slot was free
-    struck_consumers: int  #: written off because they died
-    quarantined_consumers: int  #: that are alive, are lent nothing more, and are not believed
-    foreign_words: int  #: acknowledgements found of generations that their slot has not had yet
-    ended: int  #: leases that came back
-    lent_ms: float  #: how long they were out, on average
-    longest_lent_ms: float
-
-    @property
-    def fragmentation(self) -> float:
-        """The part of the free bytes that the longest free range leaves out: 0 when they are all in one piece."""
-        free_nbytes = self.capacity_nbytes - self.lent_nbytes
-        return 1 - self.longest_free_nbytes / free_nbytes if free_nbytes else 0.0
 
 
 class Pool:
@@ -279,8 +251,7 @@ class Pool:
     def _lend(self, nbytes: int) -> Grant:
         with self._lock:
             self._check_open()
-            warm = nbytes >= WARM_FROM_NBYTES or self._leases % WARM_EVERY == 0
-            if warm and self.description.memory == "host":
+            if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
                 self._reclaim()
             while True:
                 try:

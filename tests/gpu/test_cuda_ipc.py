@@ -264,7 +264,7 @@ def test_any_thread_may_release(torch: Any, shop: Shop, until: Any) -> None:
     def release() -> None:
         try:
             block.close()
-        except BaseException as problem:
+        except BaseException as problem:  # a thread's is raised nowhere else
             problems.append(problem)
 
     thread = threading.Thread(target=release)

@@ -39,7 +39,7 @@ def be_born(birth: Birth, fds: list[int]) -> None:
         life = kind(birth.rank, birth.epoch, birth.seed, birth.folder, birth.fault, control, mailbox, others)
         life.fate = Fate(*birth.fate, partial(life.report, "at")) if birth.fate is not None else None
         asyncio.run(life.main())
-    except BaseException:
+    except BaseException:  # whatever it was: a fork must tell its driver, and never run on as the zygote
         with suppress(OSError):
             control.setblocking(True)
             control.send(msgspec.msgpack.encode(("crashed", traceback.format_exc()[-8000:])))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import socket
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lives.fate import Fate
 from tensorferry.codecs.messages import Origin
 
 
-class Life:
+class Life(ABC):
     """One life of one process. The driver's command `x` calls the method `do_x`."""
 
     role: str
@@ -54,9 +55,9 @@ class Life:
         while self._control.recv(1 << 16):  # until the driver hangs up
             pass
 
+    @abstractmethod
     async def live(self) -> None:
         """Everything, until `self.leaving()` returns; then nothing is left."""
-        raise NotImplementedError
 
     async def leaving(self) -> None:
         await self._leaving.wait()
@@ -65,8 +66,9 @@ class Life:
         loop.remove_reader(self._control)
         self._control.setblocking(True)
 
+    @abstractmethod
     def receive(self, note: mail.Any) -> None:
-        raise NotImplementedError
+        """Take what came by mail."""
 
     def report(self, *what: Any) -> None:
         """Tell the driver. What it need not know (that we are busy) is dropped where it does not keep up."""

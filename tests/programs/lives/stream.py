@@ -66,4 +66,4 @@ class Stream:
             earlier._behind.add(self)
 
     def to_host(self, data: Bytes) -> Arrival:
-        raise NotImplementedError
+        raise AssertionError("host memory is never staged: these lives send no draft of it inline")

@@ -1,0 +1,31 @@
+"""What a pool says of itself: enough to choose its size."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PoolStatistics(msgspec.Struct, frozen=True):
+    capacity_nbytes: int
+    lent_nbytes: int
+    peak_lent_nbytes: int  #: most ever lent at once; choose the budget from this
+    longest_free_nbytes: int
+    free_ranges: int
+    lent_slots: int
+    peak_lent_slots: int
+    slots: int
+    consumers: int
+    leases: int  #: ever lent
+    refused: int  #: times no range or slot was free
+    struck_consumers: int  #: written off because they died
+    quarantined_consumers: int  #: that are alive, are lent nothing more, and are not believed
+    foreign_words: int  #: acknowledgements found of generations that their slot has not had yet
+    ended: int  #: leases that came back
+    lent_ms: float  #: how long they were out, on average
+    longest_lent_ms: float
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the free bytes that the longest free range leaves out: 0 when they are all in one piece."""
+        free_nbytes = self.capacity_nbytes - self.lent_nbytes
+        return 1 - self.longest_free_nbytes / free_nbytes if free_nbytes else 0.0
