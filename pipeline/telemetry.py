@@ -29,6 +29,7 @@ COUNTERS = {
     "requests_failed": "Requests answered with an error",
     "requests_busy": "Requests not accepted because a limit was reached or the deployment drains",
     "requests_expired": "Requests a scheduler gave up because they never became complete",
+    "batches_abandoned": "Batches an engine was spared because nobody waited for them any more",
     "submits_repeated": "Submits of a request that is in flight already",
     "answers_undeliverable": "Answers to clients that had left or did not keep up",
     "reports_late": "Reports about requests that were over",

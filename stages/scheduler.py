@@ -51,6 +51,9 @@ class Pending:
     problem: FerryError | None = None  #: its embeddings are unusable; told to the owner as soon as that is known
 
 
+Running = tuple[wire.Admit, Pending, EngineRequest]
+
+
 class Scheduler:
     """See the module."""
 
@@ -65,9 +68,10 @@ class Scheduler:
         self._ready: deque[Pending] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
-        self._running = 0
+        self._running: list[Running] = []  #: what the engine has
+        self._call: asyncio.Task[Sequence[EngineResult | Exception]] | None = None
         self._over = Tombstones()
-        stage.in_flight = lambda: len(self._pending) + len(self._ready) + self._running
+        stage.in_flight = lambda: len(self._pending) + len(self._ready) + len(self._running)
 
     async def hear(self) -> None:
         """Take what peers send, for ever."""
@@ -87,6 +91,7 @@ class Scheduler:
             case wire.Cancel(request=request, attempt=attempt):
                 self._over.add(request, attempt)
                 self._pending.pop((request, attempt), None)
+                self._abandon_if_over()
             case _:
                 if not self._stage.peers.hear(message):
                     self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
@@ -98,11 +103,10 @@ class Scheduler:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-            batch = self._batch()
-            self._running = len(batch)
-            if batch:
-                await self._run(batch)
-            self._running = 0
+            self._running = self._batch()
+            if self._running:
+                await self._run(self._running)
+            self._running = []
 
     async def sweep(self) -> None:
         """Drop what can never become complete, once a second, for ever."""
@@ -196,9 +200,9 @@ class Scheduler:
 
     # --- running
 
-    def _batch(self) -> list[tuple[wire.Admit, Pending, EngineRequest]]:
+    def _batch(self) -> list[Running]:
         """The next requests, in order of completion, within the token budget; one that exceeds it runs alone."""
-        batch: list[tuple[wire.Admit, Pending, EngineRequest]] = []
+        batch: list[Running] = []
         budget = self._budget
         while self._ready:
             pending = self._ready[0]
@@ -215,15 +219,12 @@ class Scheduler:
             batch.append((admit, pending, pending.ready))
         return batch
 
-    async def _run(self, batch: Sequence[tuple[wire.Admit, Pending, EngineRequest]]) -> None:
+    async def _run(self, batch: Sequence[Running]) -> None:
         started = time.monotonic_ns()
-        answers: Sequence[EngineResult | Exception]
-        try:
-            answers = await self._engine.run([request for _, _, request in batch])
-        except Exception as crash:
-            log.exception("engine_crashed", requests=len(batch))
-            answers = [crash] * len(batch)
+        answers = await self._answers(batch)
         for (admit, pending, _), answer in zip(batch, answers, strict=True):
+            if self._over.covers(admit.request, admit.attempt):
+                continue
             if isinstance(answer, Exception):
                 self._fail(admit.request, admit.attempt, pending, answer)
                 continue
@@ -239,6 +240,38 @@ class Scheduler:
             self._over.add(admit.request, admit.attempt)
             self._tell_owner(admit.owner, done)
             log.info("done", request=admit.request.hex(), items=len(admit.spans), output_tokens=answer.output_tokens)
+
+    async def _answers(self, batch: Sequence[Running]) -> Sequence[EngineResult | Exception]:
+        """What the engine makes of a batch, which it is spared once nobody waits for any of its requests."""
+        patience_ns = max(admit.deadline_ns for admit, _, _ in batch) - time.monotonic_ns()
+        call = self._call = asyncio.create_task(self._ask(batch))
+        try:
+            await asyncio.wait({call}, timeout=max(0, patience_ns) / 1e9)
+        finally:
+            self._call = None
+            call.cancel()
+        await asyncio.wait({call})  # an engine may need a moment to give a batch up, and gets no other meanwhile
+        if call.cancelled():
+            self._stage.counters.count("batches_abandoned")
+            log.info("abandoned", requests=len(batch))
+            return [RuntimeError("the engine gave it up")] * len(batch)
+        crash = call.exception()
+        if isinstance(crash, Exception):
+            log.error("engine_crashed", requests=len(batch), exc_info=crash)
+            return [crash] * len(batch)
+        return call.result()
+
+    async def _ask(self, batch: Sequence[Running]) -> Sequence[EngineResult | Exception]:
+        answers = await self._engine.run([request for _, _, request in batch])
+        if len(answers) != len(batch):
+            raise ValueError(f"the engine gave {len(answers)} answers for {len(batch)} requests")
+        return answers
+
+    def _abandon_if_over(self) -> None:
+        if self._call is not None and all(
+            self._over.covers(admit.request, admit.attempt) for admit, _, _ in self._running
+        ):
+            self._call.cancel()
 
     def _fail(self, request: bytes, attempt: int, pending: Pending, problem: Exception) -> None:
         """Give an admitted request up, and tell its owner."""

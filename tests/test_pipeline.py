@@ -361,6 +361,30 @@ async def test_s1_a_deployment_that_stops_answers_for_what_it_had(
             client.submit_nowait(["never served either"], deadline_s=1.0)
 
 
+@pytest.mark.parametrize("how", ["cancelled", "too late"])
+async def test_s1_an_engine_is_spared_what_nobody_waits_for(
+    deploy: Callable[..., Deployment], tmp_path: Path, how: str
+) -> None:
+    deploy()
+    file = tmp_path / "deployment.yaml"
+    file.write_text(file.read_text().replace("options: {digests: true}", "options: {service_ms: 600000}"))
+    deployment = load(file)
+    async with (
+        Supervisor.running(deployment, file),  # raises where a stage does not drain
+        Client.connect(deployment, timeout_s=START_S) as client,
+    ):
+        if how == "cancelled":
+            asked = client.submit_nowait(["in the engine"], request=b"16 bytes exactly")
+        late = await client.submit(["behind it, or in the engine"], deadline_s=1.0)
+        assert isinstance(late, wire.Failed)
+        assert late.failure.kind == "DeadlineExceeded"
+        if how == "cancelled":
+            client.cancel(b"16 bytes exactly")
+            lost = await asked
+            assert isinstance(lost, wire.Failed)
+            assert lost.failure.kind == "Cancelled"
+
+
 async def test_a_client_of_nobody_is_told_so(deploy: Callable[..., Deployment]) -> None:
     with pytest.raises(DeploymentError, match="is not running; start it"):
         async with Client.connect(deploy(), timeout_s=5):

@@ -33,7 +33,10 @@ class Engine(Protocol):
     """A language model's scheduler. Built once a rank from a SchedulerSpec."""
 
     async def run(self, batch: Sequence[EngineRequest]) -> Sequence[EngineResult | Exception]:
-        """One answer per request, in order; an Exception fails that request alone."""
+        """One answer per request, in order; an Exception fails that request alone.
+
+        Cancelled once every request of the batch is cancelled or past its deadline.
+        """
 
 
 Options = Mapping[str, Any]
