@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.results import Outcome, Scale, Verdict, measurement
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits, decode, encode
-from tensorferry.codecs.tensors import nbytes_of
+from tensorferry.codecs.tensors import CODES, dtype_of, nbytes_of
 
 ITEMS, TOKENS = 12, 2000
 _BATCH = 50  #: requests a sample; the clock is too coarse for one
@@ -35,7 +35,7 @@ def codec(scale: Scale) -> Outcome:
             if isinstance(read, wire.Encode):
                 for item in read.items:  # what the reader checks of a payload before it opens it
                     if item.payload is not None:
-                        nbytes_of(item.payload.dtype, item.payload.shape)
+                        nbytes_of(dtype_of(item.payload.dtype), item.payload.shape)
 
     def bare() -> None:
         for message in unchecked:
@@ -63,13 +63,11 @@ def request() -> list[wire.Message]:
     rows, patches = 121, 484
     owner, ranks = wire.Origin("tokenizer", 1, (1 << 61) + 7), (wire.Rank(0, (1 << 61) + 9),)
     request_id, deadline_ns = bytes(range(16)), 90_000 * 10**6
-    spans = tuple(wire.Span(item, 20 + item * (rows + 20), rows) for item in range(ITEMS))
+    spans = tuple(wire.Span(20 + item * (rows + 20), rows) for item in range(ITEMS))
     items = tuple(
         wire.Item(
-            index=item,
             modality="image",
             grid=(1, 22, 22),
-            patches=patches,
             rows=rows,
             content_hash=bytes([item]) * 16,
             payload=wire.Proxy(
@@ -77,7 +75,7 @@ def request() -> list[wire.Message]:
                 slot=300 + item,
                 generation=20_000 + item,
                 offset=(item + 40) * 2_276_864,
-                dtype="float32",
+                dtype=CODES["float32"],
                 shape=(patches, 1176),
             ),
         )

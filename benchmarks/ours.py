@@ -122,7 +122,7 @@ class InlineFallback(CopiedIn):
 
 def _encode(number: int, payload: wire.Payload) -> wire.Encode:
     """A message as a tokenizer sends it: one item of one request, for one encoder rank and one scheduler rank."""
-    item = wire.Item(0, "image", (1, 64, 64), 4096, 1024, _HASH, payload)
+    item = wire.Item("image", (1, 64, 64), 1024, _HASH, payload)
     return wire.Encode(_REQUEST, number, 2, _ME, (_PEER,), (_PEER,), (item,), 1 << 39)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tensorferry.codecs.errors import BadMessage, FerryError
 from tensorferry.codecs.messages import Inline, Message
-from tensorferry.codecs.tensors import DTYPES, View, nbytes_of
+from tensorferry.codecs.tensors import DTYPES, View, dtype_of, nbytes_of
 
 #: Anything with a buffer: what ZeroMQ sends, and what it hands out.
 Buffer = Any
@@ -61,11 +61,10 @@ def open_inline(payload: Inline, frames: Sequence[Buffer]) -> View:
     if payload.frame >= len(frames):
         raise BadMessage(f"payload points at frame {payload.frame} of {len(frames)}")
     data = np.frombuffer(frames[payload.frame], np.uint8) if len(frames[payload.frame]) else np.empty(0, np.uint8)
-    nbytes = nbytes_of(payload.dtype, payload.shape)
+    dtype = dtype_of(payload.dtype)
+    nbytes = nbytes_of(dtype, payload.shape)
     if data.nbytes != nbytes:
-        raise BadMessage(
-            f"frame {payload.frame} has {data.nbytes} bytes; {payload.dtype} {payload.shape} needs {nbytes}"
-        )
-    if data.ctypes.data % DTYPES[payload.dtype]:
+        raise BadMessage(f"frame {payload.frame} has {data.nbytes} bytes; {dtype} {payload.shape} needs {nbytes}")
+    if data.ctypes.data % DTYPES[dtype]:
         data = data.copy()
-    return View(data, payload.dtype, payload.shape)
+    return View(data, dtype, payload.shape)

@@ -28,6 +28,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=8)]
+Dtype = Annotated[int, Meta(ge=0, lt=256)]  #: a code of `tensors.DTYPES`, its place in that table
 Grid = tuple[Index, Index, Index]  #: patches along time, height, width
 
 
@@ -45,7 +46,7 @@ class Proxy(Wire, frozen=True, tag=1):
     slot: Index
     generation: Generation
     offset: Count  #: bytes from the start of the pool
-    dtype: Name
+    dtype: Dtype
     shape: Shape
     consumers: Annotated[int, Meta(ge=1, le=1024)] = 1  #: how many processes this lease waits for
     uses: Annotated[int, Meta(ge=1, le=65536)] = 1  #: releases by this receiver that make its one acknowledgement
@@ -55,7 +56,7 @@ class Inline(Wire, frozen=True, tag=2):
     """The bytes are frame `frame` of this multipart message (0 is the first after the header)."""
 
     frame: Annotated[int, Meta(ge=0, lt=65536)]
-    dtype: Name
+    dtype: Dtype
     shape: Shape
 
 
@@ -281,9 +282,8 @@ class Cancel(Wire, frozen=True, tag=34):
 
 
 class Span(Wire, frozen=True):
-    """Item `item`'s placeholders are tokens `offset .. offset+length`."""
+    """An item's placeholders are tokens `offset .. offset+length`."""
 
-    item: Index
     offset: Index
     length: Index
 
@@ -304,16 +304,14 @@ class Admit(Wire, frozen=True, tag=40):
     owner: Origin
     schedulers: tuple[Rank, ...]  #: the attention group, in order
     token_ids: Annotated[bytes, Meta(max_length=1 << 24)]
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  #: one per item, in order
     output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
     deadline_ns: Nanoseconds  #: of the owner's clock
 
 
 class Item(Wire, frozen=True):
-    index: Index
     modality: Name  #: image, video or audio
-    grid: Grid
-    patches: Count
+    grid: Grid  #: their product is the number of patches
     rows: Count  #: placeholder tokens, so rows of its embeddings
     content_hash: Hash
     payload: Payload | None  #: None unless the receiver owns the item
@@ -328,7 +326,7 @@ class Encode(Wire, frozen=True, tag=41):
     owner: Origin
     encoders: tuple[Rank, ...]  #: every rank of the assignment, in order
     schedulers: tuple[Rank, ...]  #: who gets the embeddings
-    items: tuple[Item, ...]
+    items: tuple[Item, ...]  #: all of the request, in order
     deadline_ns: Nanoseconds
 
 

@@ -20,7 +20,7 @@ from tensorferry.codecs.memory.memory import Arrival, Bytes, Order
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.scratch import Scratch
-from tensorferry.codecs.tensors import ALIGNMENT, View, nbytes_of, view_of
+from tensorferry.codecs.tensors import ALIGNMENT, CODES, View, nbytes_of, view_of
 
 Layout = Sequence[tuple[str, tuple[int, ...]]]  #: (dtype, shape) of each tensor
 
@@ -178,7 +178,7 @@ class Draft:
         if self._lease is None or column is None or not self.views:  # no tensor: nobody would acknowledge
             payloads: list[Payload] = []
             for view, data in zip(self.views, self._inline(), strict=True):
-                payloads.append(Inline(len(frames), view.dtype, view.shape))
+                payloads.append(Inline(len(frames), CODES[view.dtype], view.shape))
                 frames.append(data)
             return payloads
         self._lease.dispatch((column,))
@@ -189,7 +189,7 @@ class Draft:
                 slot,
                 generation,
                 offset + start,
-                view.dtype,
+                CODES[view.dtype],
                 view.shape,
                 consumers,
                 uses * len(self.views),

@@ -28,7 +28,7 @@ from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.pool import Attachment, Export, check_pidfd, is_dead, new_nonce
-from tensorferry.codecs.tensors import ALIGNMENT, View, nbytes_of
+from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of, nbytes_of
 
 
 class Reader:
@@ -221,15 +221,17 @@ class Reader:
         proxy = use.proxy
         with self._lock:
             order = self._readable(use)
-            nbytes = nbytes_of(proxy.dtype, proxy.shape)
+            dtype = dtype_of(proxy.dtype)
+            nbytes = nbytes_of(dtype, proxy.shape)
             data = use.imported.memory.lend(proxy.offset, nbytes, order)
             use.order = order
-            return View(data, proxy.dtype, proxy.shape, order)
+            return View(data, dtype, proxy.shape, order)
 
     def _copy(self, use: _Use, into: View) -> None:
         proxy = use.proxy
-        if (into.dtype, into.shape) != (proxy.dtype, proxy.shape):
-            raise BadTensor(f"cannot copy {proxy.dtype} of shape {proxy.shape} into {into!r}")
+        dtype = dtype_of(proxy.dtype)
+        if (into.dtype, into.shape) != (dtype, proxy.shape):
+            raise BadTensor(f"cannot copy {dtype} of shape {proxy.shape} into {into!r}")
         if use.imported.memory.on_host is not into.on_host:
             into.copy_from(self._look(use))
             return
@@ -309,7 +311,7 @@ class _Import:
 
     def check(self, proxy: Proxy) -> None:
         """Raises UnsupportedDtype or BadTensor for a proxy that lies; allocates nothing."""
-        end = proxy.offset + nbytes_of(proxy.dtype, proxy.shape)
+        end = proxy.offset + nbytes_of(dtype_of(proxy.dtype), proxy.shape)
         if end > self.memory.nbytes or proxy.offset % ALIGNMENT:
             raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.memory.nbytes}")
 

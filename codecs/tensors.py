@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: Every dense dtype of torch that can be ferried -> bytes per element. The names are torch's own without
 #: the `torch.` prefix. Quantised, bit-field and sub-byte dtypes are not dense arrays and are refused by name;
-#: `float4_e2m1fn_x2` is a byte that packs two values, so it is dense.
+#: `float4_e2m1fn_x2` is a byte that packs two values, so it is dense. A dtype's place in this table is its code on the
+#: wire, so new ones go to the end.
 DTYPES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -45,6 +46,8 @@ DTYPES: dict[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
+CODES = {name: code for code, name in enumerate(DTYPES)}
+_NAMES = tuple(DTYPES)
 #: The dtypes of the table that numpy has too, under the same name.
 NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPES if name in np.sctypeDict}
 #: And back: numpy takes 4 us to spell a dtype's name. One in foreign byte order is not in here.
@@ -54,6 +57,13 @@ _NUMPY_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 ALIGNMENT = 64
 MAX_DIMENSIONS = 8
 MAX_NBYTES = 1 << 40  # 1 TiB: above every pool; below it no product of ours overflows 64 bits
+
+
+def dtype_of(code: int) -> str:
+    """The dtype a payload names by its code. Raises UnsupportedDtype."""
+    if not 0 <= code < len(_NAMES):
+        raise UnsupportedDtype(f"number {code}")
+    return _NAMES[code]
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:

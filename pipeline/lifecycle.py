@@ -103,11 +103,11 @@ class Tether:
     def hold(self) -> None:
         """Have the kernel send SIGHUP when the supervisor dies, which ends a process that has no handler for it yet.
 
-        Call it before anything slow. Source: prctl(2), PR_SET_PDEATHSIG. It speaks of the thread that started us, which
-        is the one with the supervisor's event loop; where that ends early, the supervisor has ended its stages already.
+        Call it before anything slow. It speaks of the thread that started us, which is the one with the
+        supervisor's event loop; where that ends early, the supervisor has ended its stages already.
         """
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in children too
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+        _when_parent_dies(signal.SIGHUP)
         if self.cut:  # before that call
             os.kill(os.getpid(), signal.SIGHUP)
 
@@ -130,6 +130,7 @@ class Tether:
         threading.Thread(target=self._watch, args=(told, lost), name="lifeline", daemon=True).start()
 
     def _watch(self, told: Callable[[], None], lost: Callable[[], None]) -> None:
+        _when_parent_dies(signal.SIGCONT)  # beside the SIGHUP: one that is stopped would not hear of it
         if os.read(self.lifeline, 1):
             told()
             _hang_up(self.lifeline).poll()
@@ -259,6 +260,14 @@ def _kill_group() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _when_parent_dies(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal then; each of its threads can ask for one of its own.
+
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _hang_up(pipe: int) -> select.poll:

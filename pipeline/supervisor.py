@@ -108,8 +108,6 @@ class Supervisor:
                 stdout=sys.__stderr__,  # what they print is no result of ours
                 env=defaults | os.environ | {TETHER_VARIABLE: str(tether)},
                 pass_fds=(tether.lifeline, tether.status),
-                # Not a session: a stopped group in the session of its parent is woken and hung up on by the
-                # kernel when the parent dies. Source: setpgid(2), orphaned process groups.
                 process_group=0,
             )
         except OSError as problem:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
+from math import prod
 
 import numpy as np
 import structlog
@@ -115,28 +116,27 @@ class Encoder:
                 return []
             owned = self._owned(job)
             outputs = Outputs(self._stage, owned, embeddings)
-            infos = [
-                ItemInfo(item.index, item.modality, item.grid, item.patches, item.rows, item.content_hash)
-                for item in owned
-            ]
-            await run_to_end(self._thread, lambda: self._adapter.encode(infos, features.load, outputs.out))
+            await run_to_end(self._thread, lambda: self._adapter.encode(owned, features.load, outputs.out))
             return outputs.finished()
         finally:
             features.close()
 
-    def _owned(self, job: wire.Encode) -> list[wire.Item]:
+    def _owned(self, job: wire.Encode) -> list[ItemInfo]:
         """This rank's items, by the assignment that every process computes alike. Raises BadMessage."""
-        owners = assign(job.request, [item.patches for item in job.items], max(1, len(job.encoders)))
+        items = [
+            ItemInfo(index, item.modality, item.grid, prod(item.grid), item.rows, item.content_hash)
+            for index, item in enumerate(job.items)
+        ]
+        owners = assign(job.request, [item.patches for item in items], max(1, len(job.encoders)))
         mine = [
             item
-            for item, owner in zip(job.items, owners, strict=True)
+            for item, owner in zip(items, owners, strict=True)
             if job.encoders and job.encoders[owner].epoch == self._stage.epoch
         ]
-        sent = [item for item in job.items if item.payload is not None]
-        if mine != sent:
+        sent = [index for index, item in enumerate(job.items) if item.payload is not None]
+        if [item.index for item in mine] != sent:
             raise BadMessage(
-                f"the assignment gives this rank items {[item.index for item in mine]}, "
-                f"but the message carries {[item.index for item in sent]}"
+                f"the assignment gives this rank items {[item.index for item in mine]}, but the message carries {sent}"
             )
         return mine
 
@@ -199,7 +199,7 @@ class Features:
 
     def __init__(self, stage: Stage, job: wire.Encode, frames: Sequence[Buffer]) -> None:
         self._stage, self._frames = stage, frames
-        self._payloads = {item.index: item.payload for item in job.items if item.payload is not None}
+        self._payloads = {index: item.payload for index, item in enumerate(job.items) if item.payload is not None}
         self._borrowed = ExitStack()
 
     def load(self, indices: Sequence[int]) -> View:
@@ -237,7 +237,7 @@ class Features:
 class Made:
     """The embeddings of one item, written and not yet sent."""
 
-    def __init__(self, info: wire.Item) -> None:
+    def __init__(self, info: ItemInfo) -> None:
         self.info = info
         self.outputs: dict[str, Draft] = {}
 
@@ -245,7 +245,7 @@ class Made:
 class Outputs:
     """Where an adapter writes: leases of this rank's own pool, for as long as `block` lasts."""
 
-    def __init__(self, stage: Stage, items: Sequence[wire.Item], block: ExitStack) -> None:
+    def __init__(self, stage: Stage, items: Sequence[ItemInfo], block: ExitStack) -> None:
         self._stage, self._block = stage, block
         self._made = {item.index: Made(item) for item in items}
 

@@ -185,7 +185,7 @@ class Scheduler:
     def _complete(self, request: bytes, attempt: int, pending: Pending) -> None:
         """Queue the request once its tokens and all its embeddings are here, and fit each other."""
         admit = pending.admit
-        if admit is None or any(span.item not in pending.embeddings for span in admit.spans):
+        if admit is None or any(item not in pending.embeddings for item in range(len(admit.spans))):
             return
         try:
             check(admit, pending.embeddings, self._stage.epoch)
@@ -297,19 +297,19 @@ def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]], epoch
         raise BadMessage("this rank is not among the schedulers of the request")
     end, kind = 0, None
     for index, span in enumerate(admit.spans):
-        if span.item != index or span.offset < end:
-            raise BadMessage(f"span {index} is of item {span.item}, from token {span.offset} behind token {end}")
+        if span.offset < end:
+            raise BadMessage(f"span {index} is from token {span.offset} on, behind token {end}")
         end = span.offset + span.length
-        first = next(iter(embeddings[span.item].values()), None)
+        first = next(iter(embeddings[index].values()), None)
         rows = first.shape[0] if first is not None and first.shape else 0
         if first is None or rows != span.length:
-            raise BadItem(span.item, f"{rows} rows of embeddings for {span.length} placeholders")
+            raise BadItem(index, f"{rows} rows of embeddings for {span.length} placeholders")
         kind = kind or (first.dtype, first.shape[1:])
         if (first.dtype, first.shape[1:]) != kind:
-            raise BadItem(span.item, f"embeddings of {first.dtype} {first.shape[1:]} beside others of {kind}")
+            raise BadItem(index, f"embeddings of {first.dtype} {first.shape[1:]} beside others of {kind}")
     if end > len(admit.token_ids) // 4:
         raise BadMessage(f"placeholders up to token {end} of {len(admit.token_ids) // 4}")
-    if extra := embeddings.keys() - {span.item for span in admit.spans}:
+    if extra := embeddings.keys() - set(range(len(admit.spans))):
         raise BadMessage(f"embeddings for items {sorted(extra)}, which have no placeholders")
 
 
@@ -319,6 +319,6 @@ def splice(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> E
         admit.request,
         np.frombuffer(admit.token_ids, "<i4"),
         [(span.offset, span.length) for span in admit.spans],
-        [embeddings[span.item] for span in admit.spans],
+        [embeddings[item] for item in range(len(admit.spans))],
         admit.output_tokens,
     )

@@ -295,7 +295,7 @@ class Tokenizer:
         group = tuple(wire.Rank(peer.rank, peer.epoch) for peer in schedulers)
         request.waiting = {peer.rank for peer in schedulers}
         token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
-        spans = tuple(wire.Span(item, offset, length) for item, (offset, length) in enumerate(prompt.spans))
+        spans = tuple(wire.Span(offset, length) for offset, length in prompt.spans)
         for peer in schedulers:
             request.told.append(peer)
             peer.outbox.send_nowait(
@@ -317,7 +317,7 @@ class Tokenizer:
             frames: list[Buffer] = []
             payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in owned}
             items = tuple(
-                wire.Item(index, plan.modality, plan.grid, plan.patches, plan.rows, digest, payloads.get(index))
+                wire.Item(plan.modality, plan.grid, plan.rows, digest, payloads.get(index))
                 for index, (plan, digest) in enumerate(zip(prompt.plans, hashes, strict=True))
             )
             message = wire.Encode(submit.request, submit.attempt, peer.epoch, origin, ranks, group, items, deadline_ns)

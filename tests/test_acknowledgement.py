@@ -32,7 +32,7 @@ from tensorferry.codecs.messages import Origin, Proxy
 from tensorferry.codecs.pool.pool import Attachment, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
-from tensorferry.codecs.tensors import View
+from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.broker import Broker, attach, recycle
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -345,7 +345,7 @@ def test_whoever_writes_foreign_words_is_told_nothing_more_and_not_believed(pool
         other.ask("acknowledge", encode(both))
         assert out(pool) == 3
         slot, generation, offset, _ = lease.grant
-        own = Proxy(pool.description.pool, slot, generation, offset, "uint8", (1000,))
+        own = Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,))
         other.ask("acknowledge", encode(own))
         assert out(pool) == 2, "what the other one is done with comes back"
         holder.kill()

@@ -28,6 +28,7 @@ from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin, Proxy
 from tensorferry.codecs.pool.control import AckPage
 from tensorferry.codecs.pool.pool import Export, Pool
 from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach, recycle
 from tensorferry.pipeline.conversation import (
     Admitted,
@@ -154,7 +155,7 @@ def send(pool: Pool, data: bytes, column: int) -> bytes:
         lease.data[:] = bytearray(data)
         lease.dispatch([column])
         grant = lease.grant
-    proxy = Proxy(pool.description.pool, grant.slot, grant.generation, grant.offset, "uint8", (len(data),))
+    proxy = Proxy(pool.description.pool, grant.slot, grant.generation, grant.offset, CODES["uint8"], (len(data),))
     return encode(proxy).hex().encode() + b"\n"
 
 

@@ -26,6 +26,7 @@ from tensorferry.codecs.pool import control as control_module
 from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.tensors import CODES
 
 NBYTES = 1 << 16
 
@@ -138,7 +139,7 @@ class Shop:
         with self.pool.lease(100) as lease:
             lease.dispatch((self.column,))
         slot, generation, offset, _ = lease.grant
-        return Proxy(self.pool.description.pool, slot, generation, offset, "uint8", (100,), 1, uses)
+        return Proxy(self.pool.description.pool, slot, generation, offset, CODES["uint8"], (100,), 1, uses)
 
     def publish_written(self, uses: int = 1) -> Proxy:
         proxy = self.publish(uses)

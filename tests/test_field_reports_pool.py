@@ -51,7 +51,7 @@ from tensorferry.codecs.messages import Inline, Payload
 from tensorferry.codecs.pool.pool import Attachment, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
-from tensorferry.codecs.tensors import View
+from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.broker import Broker, recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client, Outcome
@@ -351,7 +351,7 @@ def test_b30_a_small_tensor_keeps_no_large_one_alive() -> None:
     frames: list[Buffer] = [large.copy(), small.copy()]
     seen = weakref.ref(frames[0])
     with Reader() as reader, ExitStack() as block:
-        view = block.enter_context(reader.open(Inline(1, "uint8", (10,)), frames))
+        view = block.enter_context(reader.open(Inline(1, CODES["uint8"], (10,)), frames))
         frames.clear()
         gc.collect()
         assert seen() is None

@@ -12,7 +12,7 @@ import pytest
 from tensorferry.codecs.errors import BadMessage, BadTensor, FerryError, UnsupportedDtype
 from tensorferry.codecs.frames import Limits, decode, encode, open_inline
 from tensorferry.codecs.messages import Cancel, Drain, Inline, Origin
-from tensorferry.codecs.tensors import DTYPES
+from tensorferry.codecs.tensors import CODES, DTYPES
 
 MESSAGE = Drain(Origin("encoder", 0, 1))
 HEADER = encode(MESSAGE)[0]
@@ -63,7 +63,7 @@ def test_any_buffer_is_a_frame(make: Callable[[bytes], Any]) -> None:
     """What ZeroMQ hands out differs by size and version."""
     message, inline = decode([make(HEADER), make(b"\x01\x02")], LIMITS)
     assert message == MESSAGE
-    assert open_inline(Inline(0, "uint8", (2,)), inline).numpy().tolist() == [1, 2]
+    assert open_inline(Inline(0, CODES["uint8"], (2,)), inline).numpy().tolist() == [1, 2]
 
 
 def test_the_frames_of_a_message_are_its_header_and_the_buffers_themselves() -> None:
@@ -77,16 +77,16 @@ def test_the_frames_of_a_message_are_its_header_and_the_buffers_themselves() -> 
 @pytest.mark.parametrize(
     ("payload", "error", "problem"),
     [
-        (Inline(2, "uint8", (4,)), BadMessage, "frame 2 of 2"),
-        (Inline(65535, "uint8", ()), BadMessage, "frame 65535 of 2"),
-        (Inline(0, "uint8", (5,)), BadMessage, "has 4 bytes"),
-        (Inline(0, "uint8", (3,)), BadMessage, "has 4 bytes"),
-        (Inline(0, "float32", (2,)), BadMessage, "has 4 bytes.*needs 8"),
-        (Inline(1, "uint8", ()), BadMessage, "has 0 bytes"),
-        (Inline(0, "float99", (1,)), UnsupportedDtype, "float99"),
-        (Inline(0, "uint8", (1 << 20, 1 << 20)), BadMessage, "has 4 bytes"),
-        (Inline(0, "float64", (1 << 39, 1 << 39)), BadTensor, "spans"),
-        (Inline(0, "uint8", (-4,)), BadTensor, "negative"),
+        (Inline(2, CODES["uint8"], (4,)), BadMessage, "frame 2 of 2"),
+        (Inline(65535, CODES["uint8"], ()), BadMessage, "frame 65535 of 2"),
+        (Inline(0, CODES["uint8"], (5,)), BadMessage, "has 4 bytes"),
+        (Inline(0, CODES["uint8"], (3,)), BadMessage, "has 4 bytes"),
+        (Inline(0, CODES["float32"], (2,)), BadMessage, "has 4 bytes.*needs 8"),
+        (Inline(1, CODES["uint8"], ()), BadMessage, "has 0 bytes"),
+        (Inline(0, 99, (1,)), UnsupportedDtype, "number 99"),
+        (Inline(0, CODES["uint8"], (1 << 20, 1 << 20)), BadMessage, "has 4 bytes"),
+        (Inline(0, CODES["float64"], (1 << 39, 1 << 39)), BadTensor, "spans"),
+        (Inline(0, CODES["uint8"], (-4,)), BadTensor, "negative"),
     ],
 )
 def test_b31_an_inline_payload_that_lies_is_refused_before_anything_is_allocated(
@@ -96,7 +96,7 @@ def test_b31_an_inline_payload_that_lies_is_refused_before_anything_is_allocated
     allocates_under: Callable[[int], AbstractContextManager[None]],
 ) -> None:
     frames = [b"\x01\x02\x03\x04", b""]
-    assert open_inline(Inline(0, "float32", ()), frames).data.tobytes() == frames[0]  # this one tells the truth
+    assert open_inline(Inline(0, CODES["float32"], ()), frames).data.tobytes() == frames[0]  # this one tells the truth
     with allocates_under(1 << 20), pytest.raises(error, match=problem):
         open_inline(payload, frames)
 
@@ -106,7 +106,7 @@ def test_b31_an_inline_payload_that_lies_is_refused_before_anything_is_allocated
 def test_a_view_is_aligned_and_copied_only_where_it_must_be(dtype: str, off: int) -> None:
     itemsize = DTYPES[dtype]
     frame = aligned(4 * itemsize, off)
-    view = open_inline(Inline(0, dtype, (4,)), [frame])
+    view = open_inline(Inline(0, CODES[dtype], (4,)), [frame])
     assert view.data.ctypes.data % itemsize == 0
     assert np.shares_memory(view.data, np.asarray(frame)) == (off % itemsize == 0)
     assert view.data.tobytes() == frame.tobytes()
@@ -115,6 +115,6 @@ def test_a_view_is_aligned_and_copied_only_where_it_must_be(dtype: str, off: int
 @pytest.mark.parametrize("off", [0, 1])
 def test_a_frame_that_may_not_be_written_is_read_all_the_same(off: int) -> None:
     frame = aligned(8, off).toreadonly()
-    view = open_inline(Inline(0, "float32", (2,)), [frame])
+    view = open_inline(Inline(0, CODES["float32"], (2,)), [frame])
     assert view.numpy().tolist() == [0.0, 0.0]
     assert view.torch().tolist() == [0.0, 0.0]

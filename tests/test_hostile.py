@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from tensorferry.codecs import messages as wire
+from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.channels import Outbox, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import load
@@ -55,7 +56,7 @@ def admit(epochs: Epochs, **changes: object) -> wire.Admit:
 
 
 def encode(epochs: Epochs, payload: wire.Payload, **changes: object) -> wire.Encode:
-    item = wire.Item(0, "image", (1, 4, 4), 16, 4, bytes(16), payload)
+    item = wire.Item("image", (1, 4, 4), 4, bytes(16), payload)
     good = wire.Encode(
         REQUEST,
         0,
@@ -77,28 +78,28 @@ def embeddings(epochs: Epochs, payload: wire.Payload) -> wire.Embeddings:
 #: name -> who gets it, and the messages; a fresh set is made for each deployment.
 LIES: dict[str, tuple[str, Callable[[Epochs, Callable[[str], str]], list[wire.Message]]]] = {
     "token ids of 5 bytes": ("scheduler", lambda e, _: [admit(e, token_ids=bytes(5))]),
-    "spans beyond the tokens": ("scheduler", lambda e, _: [admit(e, spans=(wire.Span(0, 1, 50),))]),
+    "spans beyond the tokens": ("scheduler", lambda e, _: [admit(e, spans=(wire.Span(1, 50),))]),
     "spans out of order": (
         "scheduler",
-        lambda e, _: [admit(e, spans=(wire.Span(1, 0, 1), wire.Span(0, 1, 1)))],
+        lambda e, _: [admit(e, spans=(wire.Span(1, 1), wire.Span(0, 1)))],
     ),
     "a deadline in 100 years": ("scheduler", lambda e, _: [admit(e, deadline_ns=(1 << 63) - 1)]),
     "no schedulers": ("scheduler", lambda e, _: [admit(e, schedulers=())]),
     "embeddings of a pool that is not there": (
         "scheduler",
-        lambda e, _: [embeddings(e, wire.Proxy(EVIL, 0, 1, 0, "uint8", (4, 32))), admit(e)],
+        lambda e, _: [embeddings(e, wire.Proxy(EVIL, 0, 1, 0, CODES["uint8"], (4, 32))), admit(e)],
     ),
     "a slot out of range, an absurd shape, an unknown dtype": (
         "encoder",
         lambda e, _: [
-            encode(e, wire.Proxy(EVIL, 1 << 30, 1, 0, "uint8", (1 << 39, 1 << 39))),
-            encode(e, wire.Inline(0, "float17", (3,)), attempt=1),
-            encode(e, wire.Inline(7, "uint8", (1 << 39, 1 << 39)), attempt=2),
+            encode(e, wire.Proxy(EVIL, 1 << 30, 1, 0, CODES["uint8"], (1 << 39, 1 << 39))),
+            encode(e, wire.Inline(0, 255, (3,)), attempt=1),
+            encode(e, wire.Inline(7, CODES["uint8"], (1 << 39, 1 << 39)), attempt=2),
         ],
     ),
     "an assignment that disagrees": (
         "encoder",
-        lambda e, _: [encode(e, wire.Inline(0, "uint8", (1,)), encoders=(rank(EVIL),))],
+        lambda e, _: [encode(e, wire.Inline(0, CODES["uint8"], (1,)), encoders=(rank(EVIL),))],
     ),
     "a hello of another life": (
         "scheduler",

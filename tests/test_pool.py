@@ -24,6 +24,7 @@ from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pool.pool import Attachment, Export, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.tensors import CODES
 
 MIB = 1 << 20
 Peer = Any  #: conftest.Peer
@@ -161,7 +162,7 @@ def test_l3_abandoned_before_it_was_ready(pool: Pool, peer: Peer) -> None:
     column = connect(pool, peer)
     with pool.lease(1000) as lease:
         slot, generation, offset, _ = lease.grant
-        peer.ask("acknowledge", encode(Proxy(pool.description.pool, slot, generation, offset, "uint8", (1000,))))
+        peer.ask("acknowledge", encode(Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,))))
         pool._ledger.dispatch(lease.grant, [column])
         assert out(pool) == 1
     assert out(pool) == 0
@@ -190,7 +191,7 @@ def test_bytes_are_not_shown_before_they_are_written(pool: Pool, peer: Peer, ref
     column = connect(pool, peer)
     with pool.lease(1000) as lease:
         slot, generation, offset, _ = lease.grant
-        payload = encode(Proxy(pool.description.pool, slot, generation, offset, "uint8", (1000,)))
+        payload = encode(Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,)))
         assert peer.ask("is_ready", payload) is False
         lease.data[:] = some(1000)
         lease.dispatch([column])
@@ -202,7 +203,7 @@ def test_bytes_are_not_shown_before_they_are_written(pool: Pool, peer: Peer, ref
         lease.poison()
         lease.dispatch([column])
     with refused("LeasePoisoned"):
-        peer.ask("read", encode(Proxy(pool.description.pool, slot, generation, offset, "uint8", (1000,))))
+        peer.ask("read", encode(Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,))))
     assert out(pool) == 0
 
 
@@ -227,7 +228,7 @@ def test_a14_a_block_that_fails_after_dispatch_leaves_the_lease_to_its_consumer(
             lease.data[:] = some(1000)
             lease.dispatch([column])
             slot, generation, offset, _ = lease.grant
-            told.append(Proxy(pool.description.pool, slot, generation, offset, "uint8", (1000,)))
+            told.append(Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,)))
             raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
@@ -359,7 +360,9 @@ def test_c2_a_consumer_that_comes_again_says_nothing_for_its_former_life(
     pool.strike_dead()
     assert out(pool) == 1, "the former life's lease, and no other"
     slot, generation, offset, _ = lease.grant
-    successor.ask("acknowledge", encode(Proxy(pool.description.pool, slot, generation, offset, "uint8", (1000,))))
+    successor.ask(
+        "acknowledge", encode(Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,)))
+    )
     assert out(pool) == 0
 
 
@@ -392,7 +395,7 @@ def test_a_closed_pool_s_bytes_stay_with_those_who_map_them(peer: Peer) -> None:
         ({"offset": MIB}, "BadTensor"),
         ({"shape": (1 << 20, 1 << 20)}, "BadTensor"),
         ({"shape": (1 << 39, 1 << 39)}, "BadTensor"),
-        ({"dtype": "float99"}, "UnsupportedDtype"),
+        ({"dtype": 255}, "UnsupportedDtype"),
     ],
     ids=str,
 )

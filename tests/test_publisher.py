@@ -16,7 +16,7 @@ from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
-from tensorferry.codecs.tensors import ALIGNMENT, View
+from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of
 
 MIB = 1 << 20
 
@@ -74,7 +74,7 @@ def test_l9_the_tensors_of_a_draft_are_packed_into_one_lease_and_aligned(shop: S
         payloads = [payload for payload in draft.dispatch(shop.column, []) if isinstance(payload, Proxy)]
         assert shop.pool.statistics().lent_slots == 1
     assert len({(proxy.slot, proxy.generation) for proxy in payloads}) == 1
-    assert [(proxy.dtype, proxy.shape) for proxy in payloads] == layout
+    assert [(dtype_of(proxy.dtype), proxy.shape) for proxy in payloads] == layout
     assert all(proxy.offset % ALIGNMENT == 0 for proxy in payloads)
     ends = [0, *(proxy.offset + view.nbytes for proxy, view in zip(payloads, draft.views, strict=True))]
     assert all(proxy.offset >= end for proxy, end in zip(payloads, ends, strict=False)), "no two overlap"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import select
 import signal
@@ -29,6 +30,7 @@ from tensorferry.pipeline.supervisor import Supervisor, digest, start_command
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 20.0
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 STAGES = ["tokenizer-0", "encoder-0", "encoder-1", "scheduler-0"]
 FILE = Path("deployment.yaml")
 
@@ -297,14 +299,14 @@ def test_a_digest_is_of_every_value() -> None:
 class Up:
     """A process of `deployment.py`, all stages ready, leading a session as one does that a terminal has started."""
 
-    def __init__(self, place: Place, *behaviours: str) -> None:
+    def __init__(self, place: Place, *behaviours: str, session: bool = True) -> None:
         self._errors = place.journal.with_name("stderr").open("w+", encoding="utf-8")
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "deployment.py"), str(place.runtime_dir), str(place.journal), *behaviours],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            start_new_session=True,
+            start_new_session=session,
         )
 
     def ready(self) -> list[int]:
@@ -335,8 +337,8 @@ class Up:
 def up(place: Place) -> Iterator[Callable[..., Up]]:
     with ExitStack() as undo:
 
-        def start(*behaviours: str) -> Up:
-            started = Up(place, *behaviours)
+        def start(*behaviours: str, session: bool = True) -> Up:
+            started = Up(place, *behaviours, session=session)
             undo.callback(started.close)
             return started
 
@@ -401,6 +403,32 @@ def test_b45_nothing_survives_a_supervisor_that_is_killed(
         finally:
             bystander.kill()
     until(lambda: place.files == [])
+
+
+@pytest.fixture
+def adopted() -> Iterator[list[int]]:
+    """This process gets the orphans of its children; those named in the list are waited for."""
+    libc, pids = ctypes.CDLL(None), list[int]()
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    yield pids
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def test_b45_a_stopped_orphan_hears_of_it_also_in_the_session_of_who_adopts_it(
+    up: Callable[..., Up], until: Callable[..., None], adopted: list[int]
+) -> None:
+    """As in a container whose first process has started the supervisor: the kernel then sees no orphaned group."""
+    started = up("drains", session=False)
+    adopted += started.ready()
+    with Watched(adopted) as family:
+        for pid in adopted:
+            os.kill(pid, signal.SIGSTOP)
+            until(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        started.process.kill()
+        started.process.wait(DEADLINE_S)
+        assert family.are_gone(DEADLINE_S), started.errors
 
 
 def test_a_second_up_is_refused(place: Place, up: Callable[..., Up]) -> None:

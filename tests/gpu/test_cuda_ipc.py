@@ -32,7 +32,7 @@ from tensorferry.codecs.messages import Inline, Proxy
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
-from tensorferry.codecs.tensors import DTYPES, View, view_of
+from tensorferry.codecs.tensors import CODES, DTYPES, View, view_of
 
 MIB = 1 << 20
 MS = 2_000_000  #: cycles of a millisecond at most; H200: 1.98 GHz
@@ -311,7 +311,7 @@ def test_stale_and_poisoned(torch: Any, shop: Shop, until: Any) -> None:
         lease.poison()
         lease.dispatch((shop.column,))
     slot, generation, offset, _ = lease.grant
-    poisoned = Proxy(shop.pool.description.pool, slot, generation, offset, "uint8", (100,))
+    poisoned = Proxy(shop.pool.description.pool, slot, generation, offset, CODES["uint8"], (100,))
     with pytest.raises(LeasePoisoned):
         shop.reader.is_ready(poisoned)
     with pytest.raises(LeasePoisoned), shop.reader.open(poisoned):

@@ -20,7 +20,7 @@ from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pool.pool import Attachment, Export, Lease, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
-from tensorferry.codecs.tensors import View
+from tensorferry.codecs.tensors import CODES, View
 
 encode = msgspec.msgpack.encode
 
@@ -137,7 +137,7 @@ class Commands:
         assert self._pool is not None
         self._lease = self._held.enter_context(self._pool.lease(nbytes))
         slot, generation, offset, _ = self._lease.grant
-        return encode(Proxy(self._pool.description.pool, slot, generation, offset, "uint8", (nbytes,)))
+        return encode(Proxy(self._pool.description.pool, slot, generation, offset, CODES["uint8"], (nbytes,)))
 
 
 def decode(payload: bytes) -> Payload:

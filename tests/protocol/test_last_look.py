@@ -9,11 +9,12 @@ from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.tensors import CODES
 
 
 def proxy_of(pool: Pool, lease: Lease) -> Proxy:
     slot, generation, offset, _ = lease.grant
-    return Proxy(pool.description.pool, slot, generation, offset, "uint8", (lease.nbytes,))
+    return Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (lease.nbytes,))
 
 
 @pytest.mark.parametrize("in_time", [True, False])

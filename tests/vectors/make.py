@@ -15,6 +15,7 @@ import msgspec
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import encode
+from tensorferry.codecs.tensors import CODES
 
 FILE = Path(__file__).with_name("messages.json")
 
@@ -27,9 +28,9 @@ ENCODER = wire.Origin("encoder", 2, 0x0102030405060708)
 SCHEDULER = wire.Origin("scheduler", 1, LARGEST)
 CLIENT = wire.Origin("client", 0, 1)
 
-PROXY = wire.Proxy(0x7ABBCCDDEEFF0011, 4095, LARGEST >> 32, 1 << 30, "float32", (1024, 1176), 1, 1)
-SHARED = wire.Proxy(0x7ABBCCDDEEFF0011, 0, 1, 0, "bfloat16", (), 2, 3)
-INLINE = wire.Inline(0, "uint8", (0, 3, 224, 224))
+PROXY = wire.Proxy(0x7ABBCCDDEEFF0011, 4095, LARGEST >> 32, 1 << 30, CODES["float32"], (1024, 1176), 1, 1)
+SHARED = wire.Proxy(0x7ABBCCDDEEFF0011, 0, 1, 0, CODES["bfloat16"], (), 2, 3)
+INLINE = wire.Inline(0, CODES["uint8"], (0, 3, 224, 224))
 MARK = wire.Mark("received", 31_535_999_000_000_000)
 
 MESSAGES: dict[str, wire.Message] = {
@@ -78,7 +79,7 @@ MESSAGES: dict[str, wire.Message] = {
         TOKENIZER,
         (wire.Rank(1, SCHEDULER.epoch),),
         b"\x01\0\0\0" * 3,
-        (wire.Span(0, 1, 2),),
+        (wire.Span(1, 2),),
         128,
         31_536_000_000_000_000,
     ),
@@ -93,9 +94,9 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.Rank(0, 5), wire.Rank(2, ENCODER.epoch)),
         (wire.Rank(1, SCHEDULER.epoch),),
         (
-            wire.Item(0, "image", (1, 32, 32), 1024, 256, CONTENT, PROXY),
-            wire.Item(1, "image", (1, 2, 2), 4, 1, CONTENT, INLINE),
-            wire.Item(2, "video", (4, 32, 32), 4096, 1024, CONTENT, None),
+            wire.Item("image", (1, 32, 32), 256, CONTENT, PROXY),
+            wire.Item("image", (1, 2, 2), 1, CONTENT, INLINE),
+            wire.Item("video", (4, 32, 32), 1024, CONTENT, None),
         ),
         31_536_000_000_000_000,
     ),
