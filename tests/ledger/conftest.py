@@ -215,6 +215,8 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
 
     def reclaim(self, limit: int) -> None:
         over = [lent for lent in self.live if self.may_end(lent)]
+        looked_up, scanned = (see(self.ready, self.acks) for see in (self.ledger._looked_up, self.ledger._scanned))
+        assert looked_up == scanned, "the two ways to see what is over disagree"
         ended = self.ledger.reclaim(self.ready, self.acks, limit)
         assert set(ended) <= {lent.grant for lent in over}, "a lease ended before its time"
         assert len(ended) == min(limit, len(over)), "not as many leases ended as could"

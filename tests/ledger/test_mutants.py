@@ -45,6 +45,24 @@ class IgnoresTheLimit(Ledger):
         return super().reclaim(ready, acks)
 
 
+class LooksAtTheFirstColumnAlone(Ledger):
+    def _is_over(self, slot: int, ready: Words, acks: Mapping[int, Words]) -> bool:
+        grant, columns = self._settled[slot]
+        self._settled[slot] = grant, columns[:1]
+        over = super()._is_over(slot, ready, acks)
+        self._settled[slot] = grant, columns
+        return over
+
+
+class ScansPastTheLastColumn(Ledger):
+    def _scanned(self, ready: Words, acks: Mapping[int, Words]) -> list[int]:
+        needed = self._need
+        self._need = dict(list(needed.items())[:-1])
+        over = super()._scanned(ready, acks)
+        self._need = needed
+        return over
+
+
 class NeverJoins(Ledger):
     def _end(self, slot: int) -> Grant:
         self._ranges.give = self._ranges._add  # type: ignore[method-assign]
@@ -189,6 +207,8 @@ MUTANTS: dict[type[Ledger], str] = {
     TakesOlderWords: "a lease ended before its time",
     TakesSilenceForConsent: "a lease ended before its time",
     IgnoresTheLimit: "not as many leases ended",
+    LooksAtTheFirstColumnAlone: "the two ways .* disagree",
+    ScansPastTheLastColumn: "the two ways .* disagree",
     NeverJoins: "freed neighbours did not join",
     LosesAByte: "did not join|a byte is lost|free range is wrong",
     LendsTwice: "a byte is lent twice",
@@ -196,11 +216,11 @@ MUTANTS: dict[type[Ledger], str] = {
     RepeatsAName: "a name was given out twice",
     OutlivesTheLastGeneration: "a slot is lost",
     LastInFirstOut: "not the slot that was free for longest",
-    LeavesTheNeedBehind: "not as many leases ended",
+    LeavesTheNeedBehind: "the two ways .* disagree",
     KeepsTheDead: "it forgot who is there",
-    KeepsTheirDebts: r"not cancelled although that was allowed|^\d+\n",
+    KeepsTheirDebts: r"the two ways .* disagree|not cancelled although that was allowed|^\d+\n",
     ReusesColumns: "a column was given out twice",
-    RetractsHalf: "not as many leases ended",
+    RetractsHalf: "the two ways .* disagree",
     RetractsAnything: "retracted although that was not allowed",
     CancelsWhatWasTold: "cancelled although that was not allowed",
     CancelEndsAtOnce: "is lost|did not join|free range is wrong",

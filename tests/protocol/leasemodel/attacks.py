@@ -6,7 +6,7 @@ A, wrong data or a double result; B, a wedge or a lost process; C, a leak; L12, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tensorferry.codecs.pool.ledger import Grant, Ledger, Words
@@ -280,10 +280,8 @@ class TrustsTheSilent(Ledger):
 class NeedsNobody(Ledger):
     """Names the columns of a lease, and does not wait for their words."""
 
-    def dispatch(self, grant: Grant, columns: Iterable[int]) -> None:
-        super().dispatch(grant, columns)
-        for need in self._need.values():
-            need[grant.slot] = 0
+    def reclaim(self, ready: Words, acks: Mapping[int, Words], limit: int = 64) -> list[Grant]:
+        return super().reclaim(ready, {column: self._due.copy() for column in self._need}, limit)
 
 
 LEDGER_FAULTS: list[tuple[type[Ledger], str, Law]] = [

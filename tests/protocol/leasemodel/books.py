@@ -79,7 +79,10 @@ class Books:
     def reclaim(self, book: int, ready: tuple[int, ...], acks: Pages) -> tuple[int, list[Grant]]:
         def ask(ledger: Ledger) -> list[Grant]:
             words = {column: np.array(page, np.uint32) for column, page in acks}
-            return ledger.reclaim(np.array(ready, np.uint32), words)
+            written = np.array(ready, np.uint32)
+            if ledger._looked_up(written, words) != ledger._scanned(written, words):
+                raise LawBroken(Law.BOOKS, "the ledger's two ways to see what is over disagree")
+            return ledger.reclaim(written, words)
 
         return self._ask(book, ("reclaim", ready, acks), ask)
 
