@@ -167,6 +167,10 @@ class Draft:
         """Whether `dispatch` could give inline payloads now."""
         return self._on_host or (self._arrival is not None and self._arrival.done)
 
+    def must_stage(self, column: int | None) -> bool:
+        """Whether `dispatch` to this consumer would raise NotStaged now."""
+        return bool(self.views) and (self._lease is None or column is None) and not self.staged
+
     def dispatch(self, column: int | None, frames: list[Buffer], *, consumers: int = 1, uses: int = 1) -> list[Payload]:
         """The payloads of one message to one consumer, which must now be sent; one per tensor.
 

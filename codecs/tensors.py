@@ -150,9 +150,24 @@ class View:
         return tensor if self.shape == tensor.shape else tensor.view(self.shape)
 
     @classmethod
-    def empty(cls, dtype: str, shape: tuple[int, ...]) -> View:
-        """A tensor of private memory, its bytes not set."""
-        return cls(np.empty(nbytes_of(dtype, shape), np.uint8), dtype, shape)
+    def empty(cls, dtype: str, shape: tuple[int, ...], device: int | None = None) -> View:
+        """A tensor of private memory, its bytes not set: of the host, or of a GPU, as torch counts them."""
+        nbytes = nbytes_of(dtype, shape)
+        if device is None:
+            return cls(np.empty(nbytes, np.uint8), dtype, shape)
+        import torch
+
+        return cls(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}"), dtype, shape)
+
+    def rows(self, start: int, stop: int) -> View:
+        """Rows `start` to `stop` of a tensor of one dimension at least, over the same bytes."""
+        nbytes = self.nbytes // self.shape[0] if self.shape[0] else 0
+        shape = (stop - start, *self.shape[1:])
+        return View(self.data[start * nbytes : stop * nbytes], self.dtype, shape, self._order)
+
+    def host(self) -> View:
+        """The same tensor in host memory: this one, or a copy of GPU memory, which this thread waits for."""
+        return self if self.on_host else View(self.data.cpu().numpy(), self.dtype, self.shape)
 
     def copy(self) -> View:
         """The same tensor in private memory, of the host or of the same GPU."""

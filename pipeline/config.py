@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.codecs.transport import not_yet
+from tensorferry.codecs.transport import GPU_TRANSPORTS, not_yet
 from tensorferry.pipeline.document import OVERRIDE, Document, Keys
 from tensorferry.pipeline.migration import Tell, migrated
 from tensorferry.pipeline.yamlfile import apply_overrides, emit, read
@@ -22,6 +22,8 @@ MIB = 1 << 20
 Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
 NonNegative = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
+#: With a GPU transport: the GPUs, as CUDA counts them, that the ranks of a stage take in turn.
+Devices = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1024)], ...], Meta(min_length=1, max_length=1024)]
 BudgetMb = Annotated[int, Meta(ge=1, lt=1 << 20)]  #: a proxy's offset is below 1 TiB
 
 
@@ -41,6 +43,7 @@ class TokenizerSpec(Spec, frozen=True):
     threads: Annotated[int, Meta(ge=1, le=256)] = 2  #: decode and resize threads of each worker
     processor: str = "qwen2-vl"
     vocabulary: str | None = None  #: path of a tokenizer.json; None: the bundled byte-level one
+    devices: Devices = (0,)
     options: dict[str, str | int | float | bool] = {}  #: the processor's own keys (min_pixels, max_pixels, ...)
 
 
@@ -48,6 +51,7 @@ class EncoderSpec(Spec, frozen=True):
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
     assignment: Literal["balanced"] = "balanced"
     threads: Annotated[int, Meta(ge=1, le=256)] = 1  #: compute threads of each rank
+    devices: Devices = (0,)
 
 
 class SchedulerSpec(Spec, frozen=True):
@@ -56,6 +60,7 @@ class SchedulerSpec(Spec, frozen=True):
     attention_tp_size: Annotated[int, Meta(ge=1, le=64)] = 1  #: divides tp_size
     engine: str = "discard"
     batch_tokens: Positive = 65536  #: token budget of one batch; a single larger request runs alone
+    devices: Devices = (0,)
     options: dict[str, str | int | float | bool] = {}  #: the engine's own keys (service_ms, ...)
 
 
@@ -154,6 +159,14 @@ def load(
             ("tokenizer", "options"),
         )
     return deployment
+
+
+def device_of(deployment: Deployment, stage: str, rank: int) -> int | None:
+    """The GPU that a rank's pool and views lie on; None with a transport that needs none."""
+    if deployment.transport not in GPU_TRANSPORTS:
+        return None
+    spec: TokenizerSpec | EncoderSpec | SchedulerSpec = getattr(deployment, stage)
+    return spec.devices[rank % len(spec.devices)]
 
 
 def tokenizer_pool_nbytes(deployment: Deployment) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -14,12 +17,13 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, FerryError, PoolFull
 from tensorferry.codecs.frames import Limits
+from tensorferry.codecs.memory.cuda_driver import context_is_lost
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline import broker, telemetry
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
-from tensorferry.pipeline.config import Deployment, PoolSpec
+from tensorferry.pipeline.config import Deployment, PoolSpec, device_of
 from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.sockets import Context
@@ -58,6 +62,7 @@ class Stage:
     counters: telemetry.Counters
     limits: Limits
     tasks: asyncio.TaskGroup
+    device: int | None  #: the GPU this process works on; None: it needs none
     in_flight: Callable[[], int] = field(default=lambda: 0)  #: set by the stage, for heartbeats
 
     @property
@@ -69,6 +74,16 @@ class Stage:
         self.counters.count("messages_refused")
         log.warning("message_refused", problem=str(problem))
 
+    def outlive(self, problem: BaseException) -> None:
+        """End the process at once if a problem has cost it its GPU: nothing on it can succeed, nor be waited for.
+
+        Its peers see it die, and its requests fail; theirs go on.
+        """
+        if context_is_lost(problem):
+            log.critical("gpu_lost", problem=str(problem).partition("\n")[0])
+            sys.stderr.flush()
+            os._exit(1)
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """A bug that one message brings out ends with that message, and not with the process."""
@@ -76,7 +91,8 @@ class Stage:
             yield
         except (HandshakeRefused, asyncio.CancelledError):
             raise
-        except Exception:
+        except Exception as problem:
+            self.outlive(problem)
             self.counters.count("messages_crashed")
             log.exception("message_crashed")
 
@@ -152,7 +168,9 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         address = runtime.inbox(stage, rank)
         inbox = Inbox(context, address, limits, lambda problem: self.refused(problem))
         undo.callback(inbox.close)
-        reader = undo.enter_context(Reader(origin.epoch))
+        device = device_of(deployment, stage, rank)
+        handles = deployment.pool.handle_cache
+        reader = undo.enter_context(Reader(origin.epoch, device=device, cache_handles=handles))
         channels = undo.enter_context(ExitStack())  # they outlive the tasks, which send to their very end
         tasks = asyncio.TaskGroup()
         peers = Peers(
@@ -166,16 +184,30 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         )
         pool = None
         if share is not None:
-            pool = undo.enter_context(
-                await asyncio.to_thread(Pool.create, share.nbytes, share.slots, producer=origin.epoch)
-            )
+            make = partial(Pool.create, share.nbytes, share.slots, producer=origin.epoch)
+            if device is not None:
+                make = partial(make, memory="cuda_ipc", device=device)
+            pool = undo.enter_context(await asyncio.to_thread(make))
         publisher = Publisher(
             pool,
-            inline_below_nbytes=share.inline_below_nbytes if share is not None else 0,
+            # From a GPU inline is the longer way, for tensors of any size.
+            inline_below_nbytes=share.inline_below_nbytes if share is not None and device is None else 0,
             on_fallback=_FallbackWarning(counters, share),
         )
         self = Stage(
-            deployment, origin, runtime, context, channels, inbox, peers, reader, publisher, counters, limits, tasks
+            deployment,
+            origin,
+            runtime,
+            context,
+            channels,
+            inbox,
+            peers,
+            reader,
+            publisher,
+            counters,
+            limits,
+            tasks,
+            device,
         )
         await undo.enter_async_context(tasks)
         upkeep = [tasks.create_task(_beat(self), name="heartbeat"), tasks.create_task(_forget(self), name="forgetter")]

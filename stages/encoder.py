@@ -6,20 +6,19 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from math import prod
 
-import numpy as np
 import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.consumers import acknowledging
 from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone
-from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.publisher import Draft
-from tensorferry.codecs.tensors import View
+from tensorferry.codecs.tensors import View, dtype_of
 from tensorferry.pipeline.config import Deployment, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
@@ -27,6 +26,7 @@ from tensorferry.pipeline.stage import PoolShare, Stage, opened
 from tensorferry.stages.adapters.base import ItemInfo, ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.assignment import assign
+from tensorferry.stages.staging import stage, wait_ready
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
@@ -96,9 +96,11 @@ class Encoder:
             with ExitStack() as embeddings:
                 try:
                     made = await self._encode(job, frames, embeddings)
+                    await stage(lambda: self._ways(job, made))
                     marks.append(wire.Mark("encoded", time.monotonic_ns()))
                     self._send(job, made, tuple(marks))
                 except Exception as problem:
+                    self._stage.outlive(problem)
                     self._report(job, problem)
 
     async def drain(self) -> None:
@@ -115,6 +117,7 @@ class Encoder:
                 self._stage.counters.count("jobs_late")
                 return []
             owned = self._owned(job)
+            await wait_ready(self._stage.reader, features.payloads, self._stage.deployment.timeouts.ready_s)
             outputs = Outputs(self._stage, owned, embeddings)
             await run_to_end(self._thread, lambda: self._adapter.encode(owned, features.load, outputs.out))
             return outputs.finished()
@@ -140,6 +143,20 @@ class Encoder:
             )
         return mine
 
+    def _readers(self, job: wire.Encode) -> Sequence[wire.Rank]:
+        """The scheduler ranks that read the embeddings of a request."""
+        spec = self._stage.deployment.scheduler
+        return job.schedulers[: acknowledging(len(job.schedulers), spec.tp_size, spec.attention_tp_size)]
+
+    def _ways(self, job: wire.Encode, made: Sequence[Made]) -> list[tuple[Draft, int | None]]:
+        """Every draft with its column at each reader that is there."""
+        ways: list[tuple[Draft, int | None]] = []
+        for rank in self._readers(job) if made else ():
+            with suppress(PeerGone):  # `_send` says so
+                column = self._stage.peers.taker("scheduler", rank.rank, rank.epoch).column
+                ways += [(draft, column) for item in made for draft in item.outputs.values()]
+        return ways
+
     def _send(self, job: wire.Encode, made: Sequence[Made], marks: tuple[wire.Mark, ...]) -> None:
         """Hand the embeddings to every scheduler rank that attends to the request: no await in here."""
         if not made:
@@ -147,9 +164,7 @@ class Encoder:
         if self._over.covers(job.request, job.attempt):
             self._stage.counters.count("embeddings_late")
             return
-        spec = self._stage.deployment.scheduler
-        count = acknowledging(len(job.schedulers), spec.tp_size, spec.attention_tp_size)
-        peers = [self._stage.peers.taker("scheduler", rank.rank, rank.epoch) for rank in job.schedulers[:count]]
+        peers = [self._stage.peers.taker("scheduler", rank.rank, rank.epoch) for rank in self._readers(job)]
         for peer in peers:
             frames: list[Buffer] = []
             items = tuple(
@@ -202,21 +217,28 @@ class Features:
         self._payloads = {index: item.payload for index, item in enumerate(job.items) if item.payload is not None}
         self._borrowed = ExitStack()
 
+    @property
+    def payloads(self) -> Sequence[wire.Payload]:
+        """Those that nobody has loaded."""
+        return list(self._payloads.values())
+
     def load(self, indices: Sequence[int]) -> View:
         """The pixels of these items, one after the other; a single item is borrowed where it lies."""
-        if len(indices) == 1:
-            return self._borrowed.enter_context(self._open(indices[0]))
-        with ExitStack() as opened:
-            views = [opened.enter_context(self._open(index)) for index in indices]
-            dtype, width = (views[0].dtype, views[0].shape[1:]) if views else ("float32", (0,))
-            for index, view in zip(indices, views, strict=True):
-                if not view.shape or (view.dtype, view.shape[1:]) != (dtype, width):
-                    raise BadItem(index, f"features of {view.dtype} {view.shape} in a batch of {dtype} {width}")
-            batch = View.empty(dtype, (sum(view.shape[0] for view in views), *width))
-            start = 0
-            for view in views:
-                np.copyto(batch.data[start : start + view.nbytes], view.data)
-                start += view.nbytes
+        device, reader = self._stage.device, self._stage.reader
+        if len(indices) == 1 and (device is None or isinstance(self._payloads.get(indices[0]), wire.Proxy)):
+            return self._borrowed.enter_context(reader.open(self._take(indices[0]), self._frames))
+        payloads = [self._checked(index) for index in indices]
+        dtype, width = (dtype_of(payloads[0].dtype), payloads[0].shape[1:]) if payloads else ("float32", (0,))
+        for index, payload in zip(indices, payloads, strict=True):
+            if not payload.shape or (dtype_of(payload.dtype), payload.shape[1:]) != (dtype, width):
+                found = f"{dtype_of(payload.dtype)} {payload.shape}"
+                raise BadItem(index, f"features of {found} in a batch of {dtype} {width}")
+        batch = View.empty(dtype, (sum(payload.shape[0] for payload in payloads), *width), device)
+        start = 0
+        for index, payload in zip(indices, payloads, strict=True):
+            end = start + payload.shape[0]
+            reader.copy(self._take(index), batch.rows(start, end), self._frames)
+            start = end
         return batch
 
     def close(self) -> None:
@@ -227,11 +249,20 @@ class Features:
                 self._stage.reader.acknowledge(payload)
         self._payloads.clear()
 
-    def _open(self, index: int) -> AbstractContextManager[View]:
+    def _checked(self, index: int) -> wire.Payload:
+        """A payload that does not lie, so that memory can be taken for what it says. Raises as `Reader.open`."""
+        payload = self._payloads.get(index)
+        if isinstance(payload, wire.Proxy):
+            self._stage.reader.is_ready(payload)
+        elif payload is not None:
+            open_inline(payload, self._frames)
+        return payload or self._take(index)
+
+    def _take(self, index: int) -> wire.Payload:
         payload = self._payloads.pop(index, None)
         if payload is None:
             raise BadItem(index, "its features were loaded already, or never sent")
-        return self._stage.reader.open(payload, self._frames)
+        return payload
 
 
 class Made:

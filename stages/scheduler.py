@@ -21,6 +21,7 @@ from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.stage import Stage, opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
+from tensorferry.stages.staging import wait_ready
 from tensorferry.stages.tombstones import Tombstones
 
 log = structlog.get_logger()
@@ -85,7 +86,7 @@ class Scheduler:
             case wire.Admit(to=to) as admit if to == self._stage.epoch:
                 self._admit(admit)
             case wire.Embeddings(to=to) as embeddings if to == self._stage.epoch:
-                self._collect(embeddings, frames)
+                self._arrived(embeddings, frames)
             case wire.Admit() | wire.Embeddings():
                 self._stage.counters.count("mail_of_a_former_life")
             case wire.Cancel(request=request, attempt=attempt):
@@ -142,6 +143,20 @@ class Scheduler:
             return
         self._complete(admit.request, admit.attempt, pending)
 
+    def _arrived(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
+        """Collect embeddings: at once, or where a GPU still writes them, as soon as it has."""
+        if self._stage.device is None:
+            self._collect(message, frames)
+        else:
+            self._stage.tasks.create_task(self._collect_written(message, frames), name="collect")
+
+    async def _collect_written(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
+        payloads = [output.payload for item in message.items for output in item.outputs]
+        with self._stage.alone():
+            with suppress(FerryError):  # said again, of its payload alone, when that is opened
+                await wait_ready(self._stage.reader, payloads, self._stage.deployment.timeouts.ready_s)
+            self._collect(message, frames)
+
     def _collect(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
         """Copy embeddings out as they arrive, so that an encoder's pool never waits for the language model."""
         over = self._over.covers(message.request, message.attempt)
@@ -157,6 +172,7 @@ class Scheduler:
                         with self._stage.reader.open(output.payload, frames) as view:
                             outputs[output.name] = view.copy()
                 except FerryError as found:
+                    self._stage.outlive(found)
                     problem = problem or found
             arrived[item.index] = outputs
         if over:
@@ -257,6 +273,7 @@ class Scheduler:
             return [RuntimeError("the engine gave it up")] * len(batch)
         crash = call.exception()
         if isinstance(crash, Exception):
+            self._stage.outlive(crash)
             log.error("engine_crashed", requests=len(batch), exc_info=crash)
             return [crash] * len(batch)
         return call.result()

@@ -31,10 +31,11 @@ from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
 from tensorferry.stages.assignment import assign
-from tensorferry.stages.processors.base import BadMedia, Processor
+from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner, Prompt
+from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
@@ -195,9 +196,11 @@ class Tokenizer:
                 async with asyncio.timeout(timeout_s):
                     outcome = await self._serve(request, frames, marks, timeout_s)
             except (FerryError, TimeoutError, asyncio.CancelledError) as problem:
+                self._stage.outlive(problem)
                 failure = self._failure(problem, timeout_s, request.told)
                 outcome = wire.Failed(submit.request, submit.attempt, failure)
             except Exception as bug:
+                self._stage.outlive(bug)
                 log.exception("request_crashed")
                 outcome = wire.Failed(submit.request, submit.attempt, self._failure(bug, timeout_s))
             if not isinstance(outcome, wire.Result):
@@ -219,6 +222,7 @@ class Tokenizer:
         with ExitStack() as leases:
             drafts = [leases.enter_context(self._stage.publisher.draft(layout)) for layout in layouts]
             hashes = await self._process(prompt, drafts)
+            await stage(lambda: self._ways(request.submit, prompt, drafts))
             marks.append(wire.Mark("processed", time.monotonic_ns()))
             deadline_ns = marks[0].at_ns + int(timeout_s * 1e9)
             owners = self._send(request, prompt, drafts, hashes, deadline_ns)
@@ -262,7 +266,7 @@ class Tokenizer:
         async def process(index: int) -> bytes:
             plan, media, out = prompt.plans[index], prompt.media[index], drafts[index].views[0]
             try:
-                return await run_to_end(self._threads, lambda: self._processor.write(media, plan, out))
+                return await run_to_end(self._threads, lambda: write(self._processor, media, plan, out))
             except BadMedia as problem:
                 raise BadItem(index, str(problem)) from None
 
@@ -272,6 +276,12 @@ class Tokenizer:
         except* BadItem as group:
             raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
         return [task.result() for task in tasks]
+
+    def _ways(self, submit: wire.Submit, prompt: Prompt, drafts: Sequence[Draft]) -> list[tuple[Draft, int | None]]:
+        """Every draft with its column at the encoder rank that owns the item now."""
+        encoders = self._stage.peers.usable("encoder")
+        owners = assign(submit.request, [plan.patches for plan in prompt.plans], max(1, len(encoders)))
+        return [(draft, encoders[owner].column) for draft, owner in zip(drafts, owners, strict=True) if encoders]
 
     def _send(
         self,

@@ -463,7 +463,7 @@ def test_a_check_that_knows_only_the_key_gets_file_and_line(refusal, key, line):
     assert (error.line, error.key, error.problem) == (line, key, "too deep")
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_vmm"])
+@pytest.mark.parametrize("transport", ["cuda_vmm"])
 def test_later_transports_load_but_do_not_run(write, transport):
     deployment = load(write(f"name: a\ntransport: {transport}\n"))
     with pytest.raises(ConfigError, match="later version; use shm, cpu or auto") as caught:
@@ -477,7 +477,7 @@ def test_several_nodes_load_but_do_not_run(write):
     assert caught.value.key == "nodes"
 
 
-@pytest.mark.parametrize("transport", ["auto", "cpu", "shm"])
+@pytest.mark.parametrize("transport", ["auto", "cpu", "shm", "cuda_ipc"])
 def test_what_this_version_has_may_run(transport):
     require_available(Deployment(name="a", transport=transport))
 
@@ -535,7 +535,7 @@ def test_all_the_files_that_should_ship_do():
 def test_shown_is_everything_with_shares_as_comments(write):
     text = resolved(load(write("name: a\ntokenizer: {workers: 4}\n")))
     shown = yamlfile.read(write(text)).data
-    assert shown == msgspec.to_builtins(load(write(text)))
+    assert shown == msgspec.json.decode(msgspec.json.encode(load(write(text))))
     assert shown.keys() == set(Deployment.__struct_fields__)
     assert "\npool:  # per tokenizer worker: 256 MiB\n" in text
     assert f'\nname: "{"long " * 30}"\n' in resolved(Deployment(name="long " * 30))

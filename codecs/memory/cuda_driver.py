@@ -35,6 +35,13 @@ STICKY = frozenset(
 )
 
 
+_STICKY_TEXTS = (
+    *("illegal memory access", "misaligned address", "unspecified launch failure", "illegal instruction"),
+    *("device-side assert", "hardware stack error", "invalid program counter", "launch timed out", "contained"),
+    *("invalid address space", "uncorrectable ECC error", "uncorrectable NVLink error", "context is destroyed"),
+)
+
+
 class NoDriver(FerryError):
     """CUDA cannot be used in this process at all."""
 
@@ -60,6 +67,17 @@ class CudaError(FerryError):
     def sticky(self) -> bool:
         """Whether the context is lost, so that this process can only end."""
         return self.name in STICKY
+
+
+def context_is_lost(problem: BaseException) -> bool:
+    """Whether a problem is one after which all GPU work of this process fails, in our words or in torch's.
+
+    Source of those: torch raises AcceleratorError, a RuntimeError, of "CUDA error: " and cudaGetErrorString.
+    """
+    if isinstance(problem, CudaError):
+        return problem.sticky
+    text = str(problem) if isinstance(problem, RuntimeError) else ""
+    return "CUDA error: " in text and any(words in text for words in _STICKY_TEXTS)
 
 
 class NotLoaded(CudaError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tensorferry.codecs.errors import BadTensor
-from tensorferry.codecs.tensors import View, nbytes_of
+from tensorferry.codecs.tensors import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class ItemInfo:
 
 
 #: load(indices) -> pixels of those items, one after the other in the given order: (sum of patches, features).
-#: Called at most once an item. One item comes without a copy where that is possible.
+#: Called at most once an item. One item comes without a copy where that is possible. With a GPU transport they, and
+#: what `out` gives, are on this rank's GPU: read and write them on the stream that is current in `encode`.
 Load = Callable[[Sequence[int]], View]
 #: out(index, name, shape, dtype) -> a writable tensor that travels on to the scheduler. Called once for each
 #: (index, name); the first output of an item has shape (rows, width).
@@ -53,10 +54,8 @@ def split(features: View, items: Sequence[ItemInfo]) -> list[View]:
     expected = sum(item.patches for item in items)
     if not features.shape or features.shape[0] != expected:
         raise BadTensor(f"features of shape {features.shape} for items of {expected} patches")
-    row_nbytes = nbytes_of(features.dtype, features.shape[1:])
     views, start = [], 0
     for item in items:
-        end = start + item.patches * row_nbytes
-        views.append(View(features.data[start:end], features.dtype, (item.patches, *features.shape[1:])))
-        start = end
+        views.append(features.rows(start, start + item.patches))
+        start += item.patches
     return views

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from tensorferry.codecs.tensors import view_of
 from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out, split
 from tensorferry.stages.adapters.options import FingerprintOptions
@@ -43,6 +44,7 @@ class Fingerprint:
         for batch in filter(None, batches):
             features = load([item.index for item in batch])
             for item, view in zip(batch, split(features, batch), strict=True):
-                digest = np.frombuffer(fingerprint_of(view.data.data, view.dtype, view.shape), np.uint8)
-                out(item.index, "embeddings", (item.rows, DIGEST_NBYTES), "uint8").numpy()[:] = digest
-                out(item.index, "digest", (DIGEST_NBYTES,), "uint8").numpy()[:] = digest
+                digest = np.frombuffer(fingerprint_of(view.host().data.data, view.dtype, view.shape), np.uint8)
+                rows = np.broadcast_to(digest, (item.rows, DIGEST_NBYTES))
+                out(item.index, "embeddings", rows.shape, "uint8").copy_from(view_of(rows))
+                out(item.index, "digest", digest.shape, "uint8").copy_from(view_of(digest))

@@ -161,6 +161,7 @@ class PatchVit:
             _check(item)
         patches, counts = [item.patches for item in items], [item.rows for item in items]
         features = self._features(load([item.index for item in items]), sum(patches))
+        self._follow(features.device)
         embeddings = self._embed(features.to(self._dtype), [item.grid for item in items], patches)
         outputs = list(zip(items, embeddings.split_with_sizes(counts), strict=True))
         if not embeddings.isfinite().all():
@@ -172,6 +173,11 @@ class PatchVit:
         for item, rows in outputs:
             shape = (item.rows, self._options.out_width)
             out(item.index, "embeddings", shape, self._options.dtype).torch().copy_(rows)
+
+    def _follow(self, device: torch.device) -> None:
+        """Have the weights where the features are; they move once."""
+        if self._weights["patch_embed.weight"].device != device:
+            self._weights = {name: tensor.to(device) for name, tensor in self._weights.items()}
 
     def _features(self, view: View, patches: int) -> torch.Tensor:
         expected = (patches, self._options.patch_features)
@@ -185,7 +191,7 @@ class PatchVit:
     ) -> torch.Tensor:
         """(sum of patches, patch_features) -> (sum of patches / 4, out_width), items one after the other."""
         x = self._linear("patch_embed", features)
-        x += torch.cat([position_embedding(grid, self._options.width) for grid in grids]).to(x.dtype)
+        x += torch.cat([position_embedding(grid, self._options.width) for grid in grids]).to(x.device, x.dtype)
         for block in range(self._options.depth):
             name = f"blocks.{block}"
             x += self._attend(name, self._norm(f"{name}.norm1", x), patches)

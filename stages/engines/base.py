@@ -19,7 +19,9 @@ class EngineRequest:
     request: bytes
     token_ids: npt.NDArray[np.int32]  #: placeholders included
     spans: Sequence[tuple[int, int]]  #: per item: (offset, length) of its placeholders
-    embeddings: Sequence[Mapping[str, View]]  #: per item: outputs by name; the first has `length` rows
+    #: Per item: outputs by name; the first has `length` rows. With a GPU transport they are on this rank's GPU, and
+    #: complete for what the event loop's thread queues on its current stream; `View.host()` copies and waits.
+    embeddings: Sequence[Mapping[str, View]]
     output_tokens: int
 
 

@@ -60,9 +60,10 @@ def digest_of(item: int, outputs: Mapping[str, View]) -> bytes:
     if rows is None or rows.dtype != "uint8" or rows.shape[1:] != (FINGERPRINT_NBYTES,):
         digest = blake2b(digest_size=16)
         for name in sorted(outputs):
-            digest.update(outputs[name].data.data)
+            digest.update(outputs[name].host().data.data)
         return digest.digest()
-    whole = outputs.get("digest", rows).data[:FINGERPRINT_NBYTES]
+    rows = rows.host()
+    whole = outputs.get("digest", rows).host().data[:FINGERPRINT_NBYTES]
     wrong = (rows.numpy() != whole).any(axis=1).nonzero()[0]
     if len(wrong):
         raise CorruptEmbeddings(item, int(wrong[0]))

@@ -30,6 +30,10 @@ class Plan:
 class Processor(Protocol):
     """Turns encoded images into pixel tensors. Thread-safe; called off the event loop."""
 
+    #: Whether `write` can be given a tensor in GPU memory, which it then writes on the current stream. May be absent,
+    #: which says no: the tensor is then made on the host and copied.
+    writes_on_gpu: bool
+
     def plan(self, data: bytes | memoryview) -> Plan:
         """Read the header only. Raises BadMedia for what is not an acceptable image."""
 
@@ -50,6 +54,16 @@ class Processor(Protocol):
     def size_for(self, rows: int, aspect: float) -> tuple[int, int]:
         """A (width, height), near the aspect ratio (width / height), whose `rows_for` is `rows` or as near as
         the processor can get: what a replay uses where a trace gives tokens per image."""
+
+
+def write(processor: Processor, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
+    """`Processor.write`, wherever `out` lies."""
+    if out.on_host or getattr(processor, "writes_on_gpu", False):
+        return processor.write(data, plan, out)
+    here = View.empty(plan.dtype, plan.shape)
+    content_hash = processor.write(data, plan, here)
+    out.copy_from(here)
+    return content_hash
 
 
 class BadMedia(Exception):

@@ -37,6 +37,8 @@ class Qwen2VLProcessor:
     max_pixels, so anything below is enlarged, a single pixel to 56x56; see `resized`.
     """
 
+    writes_on_gpu = True
+
     def __init__(self, options: Mapping[str, object], limits: LimitsSpec) -> None:
         """`options`: the fields of Qwen2VLOptions. Raises ConfigError naming one that is unknown or wrong."""
         self.options = read_options("tokenizer.options", "qwen2-vl", Qwen2VLOptions, options)
@@ -55,18 +57,30 @@ class Qwen2VLProcessor:
         """Decode, resize and write; see `base.Processor`. Two bytes a pixel are needed beside the picture itself.
 
         The hash is over what the tensor is made of: the resized pixels, their size and the settings. So
-        files that differ and give equal tensors have equal hashes too.
+        files that differ and give equal tensors have equal hashes too. In GPU memory the GPU resizes (a level may then
+        differ by one from the host's), and the hash is over the decoded pixels.
         """
         image = upright(data, self.limits)
         size = self.resized(image.width, image.height)
         if self._plan(*size) != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
             raise BadMedia(f"the image of {image.width}x{image.height} is not the one that was planned")
+        if not out.on_host:
+            return self._write_on_gpu(np.asarray(image), size, out)
         pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
         del image  # up to 160 MB, and not needed while the tensor is written
         self._write_patches(pixels, out)
-        described = f"{self._settings} {size[0]}x{size[1]}\n".encode()
-        digest = hashlib.blake2b(described, digest_size=16)
-        digest.update(pixels.data)
+        return self._hash(f"{size[0]}x{size[1]}", pixels)
+
+    def _write_on_gpu(self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View) -> bytes:
+        from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
+
+        options = self.options
+        write_patches(pixels, size, out, options.patch_size, options.merge_size, options.temporal_patch_size)
+        return self._hash(f"gpu {pixels.shape[1]}x{pixels.shape[0]} {size[0]}x{size[1]}", pixels)
+
+    def _hash(self, sizes: str, pixels: npt.NDArray[np.uint8]) -> bytes:
+        digest = hashlib.blake2b(f"{self._settings} {sizes}\n".encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(pixels).data)
         return digest.digest()
 
     def rows_for(self, width: int, height: int) -> int:

@@ -54,6 +54,7 @@ def _reclaim_at_the_first(self: Ledger, ready: Words, acks: Mapping[int, Words],
         if any(acks[column][grant.slot] == grant.generation for column in columns):
             for column in columns:
                 self._need[column][grant.slot] = 0
+            columns.clear()
     return _reclaim(self, ready, acks, limit)
 
 

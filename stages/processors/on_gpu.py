@@ -1,0 +1,50 @@
+"""The pixels of the Qwen2-VL processor, resized, normalised and cut into patches by the GPU that they are for.
+
+Nothing here waits for the GPU: the decoded picture goes up through page-locked memory, and all work is queued on the
+current stream of the thread. (Source of the arithmetic: transformers, Qwen2VLImageProcessorFast, which also resizes by
+torch's bicubic interpolation with antialiasing and rounds to whole levels.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from tensorferry.codecs.memory.pinned import pinned_copy
+from tensorferry.codecs.tensors import View
+from tensorferry.stages.processors.qwen2_vl import CLIP_MEAN, CLIP_STD
+
+
+@torch.inference_mode()
+def write_patches(
+    pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View, patch: int, merge: int, frames: int
+) -> None:
+    """Write a decoded picture, (height, width, 3), into `out`, (patches, 3 * frames * patch * patch), in GPU memory.
+
+    size: the (width, height) to resize to, multiples of patch * merge. The order is `Qwen2VLProcessor`'s.
+    """
+    height, width, channels = pixels.shape
+    device = out.data.device
+    with torch.cuda.device(device):
+        flat = pinned_copy(np.ascontiguousarray(pixels).reshape(-1)).to(device, non_blocking=True)
+        image = flat.view(height, width, channels).permute(2, 0, 1).unsqueeze(0).float()
+        if (width, height) != size:
+            image = functional.interpolate(image, (size[1], size[0]), mode="bicubic", antialias=True)
+        mean, std = _constants(device)
+        normal = (image[0].round_().clamp_(0, 255) * (1 / 255) - mean) / std
+        down, across = size[1] // (patch * merge), size[0] // (patch * merge)
+        blocks = normal.view(channels, down, merge, patch, across, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
+        target = out.torch().view(down, across, merge, merge, channels, frames, patch, patch)
+        target.copy_(blocks.unsqueeze(5).expand_as(target))
+    out.join()
+
+
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of red, green and blue, (3, 1, 1), on a device."""
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+    return mean, std

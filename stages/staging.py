@@ -1,0 +1,45 @@
+"""Waiting for a GPU, and holding up neither it nor the event loop: for bytes to be written, or to reach the host.
+
+On host memory neither ever waits: a lease is ready before it is sent, and a draft lies where messages are sent from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from tensorferry.codecs.errors import LeaseNotReady
+from tensorferry.codecs.messages import Payload, Proxy
+from tensorferry.codecs.publisher import Draft
+from tensorferry.codecs.reader import Reader
+
+LOOK_AGAIN_S = 0.0002  #: words and events change without a word to the event loop
+
+
+def unready(reader: Reader, payloads: Iterable[Payload]) -> Proxy | None:
+    """The first payload whose bytes are not written yet. Raises as `Reader.is_ready`."""
+    proxies = (payload for payload in payloads if isinstance(payload, Proxy))
+    return next((proxy for proxy in proxies if not reader.is_ready(proxy)), None)
+
+
+async def wait_ready(reader: Reader, payloads: Iterable[Payload], patience_s: float) -> None:
+    """Until all payloads can be opened. Raises LeaseNotReady, and as `Reader.is_ready` where they never can."""
+    payloads = list(payloads)
+    until = time.monotonic() + patience_s
+    while (late := unready(reader, payloads)) is not None:
+        if time.monotonic() > until:
+            raise LeaseNotReady(late.slot, late.generation, f"was not written within {patience_s:g} s")
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def stage(ways: Callable[[], Iterable[tuple[Draft, int | None]]]) -> None:
+    """Bring to the host what has to leave GPU memory inline; nothing may be awaited between this and the dispatch.
+
+    ways: every draft with the column of a consumer that it goes to, as things are now: a consumer may lose its
+    column, or a lesser one come, while the copy is under way.
+    """
+    while waiting := [draft for draft, column in ways() if draft.must_stage(column)]:
+        for draft in waiting:
+            draft.stage()
+        await asyncio.sleep(LOOK_AGAIN_S)

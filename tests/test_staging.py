@@ -1,0 +1,119 @@
+"""Waiting for bytes to be written, and to reach the host, without holding the event loop up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from tensorferry.codecs.errors import LeaseNotReady, LeasePoisoned, StaleLease
+from tensorferry.codecs.memory.cuda_driver import CudaError, context_is_lost
+from tensorferry.codecs.messages import Inline, Proxy
+from tensorferry.codecs.pool.pool import Lease, Pool
+from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.tensors import CODES
+from tensorferry.stages.staging import stage, unready, wait_ready
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def reader() -> Iterator[tuple[Pool, Reader]]:
+    with Pool.create(1 << 16, 8) as pool, Reader() as reader:
+        pool.admit(*reader.attach(*pool.export()))
+        yield pool, reader
+
+
+def proxy_of(pool: Pool, lease: Lease) -> Proxy:
+    slot, generation, offset, _ = lease.grant
+    return Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (100,))
+
+
+async def test_it_waits_for_the_last_of_all_payloads(reader: tuple[Pool, Reader]) -> None:
+    pool, consumer = reader
+    with pool.lease(100) as early, pool.lease(100) as late:
+        payloads = [Inline(0, CODES["uint8"], (4,)), proxy_of(pool, early), proxy_of(pool, late)]
+        early.publish()
+        assert unready(consumer, payloads) == payloads[2]
+        async with asyncio.timeout(DEADLINE_S):
+            waiting = asyncio.create_task(wait_ready(consumer, payloads, DEADLINE_S))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            late.publish()
+            await waiting
+        assert unready(consumer, payloads) is None
+
+
+async def test_what_never_comes_is_an_error_that_says_how_long(reader: tuple[Pool, Reader]) -> None:
+    pool, consumer = reader
+    with pool.lease(100) as lease, pytest.raises(LeaseNotReady, match=r"was not written within 0\.01 s"):
+        await wait_ready(consumer, [proxy_of(pool, lease)], 0.01)
+
+
+async def test_what_never_can_come_is_an_error_at_once(reader: tuple[Pool, Reader]) -> None:
+    pool, consumer = reader
+    with pool.lease(100) as lease:
+        lease.poison()
+        with pytest.raises(LeasePoisoned):
+            await wait_ready(consumer, [proxy_of(pool, lease)], DEADLINE_S)
+        proxy = proxy_of(pool, lease)
+    pool.reclaim()
+    with pytest.raises(StaleLease):
+        await wait_ready(consumer, [structs.replace(proxy, generation=8)], DEADLINE_S)
+
+
+class GpuDraft:
+    """What stands for a draft in GPU memory: on the host some looks after it was asked to be."""
+
+    def __init__(self, looks: int) -> None:
+        self.asked, self._looks = 0, looks
+
+    def must_stage(self, column: int | None) -> bool:
+        self._looks -= bool(self.asked)
+        return column is None and self._looks > 0
+
+    def stage(self) -> None:
+        self.asked += 1
+
+
+async def test_only_what_leaves_inline_is_brought_to_the_host() -> None:
+    pooled, inline = GpuDraft(3), GpuDraft(3)
+    ways: Any = [(pooled, 4), (inline, None)]
+    async with asyncio.timeout(DEADLINE_S):
+        await stage(lambda: ways)
+    assert (pooled.asked, inline.asked) == (0, 3)
+
+
+async def test_a_consumer_that_loses_its_column_meanwhile_is_seen() -> None:
+    first, second, now = GpuDraft(4), GpuDraft(4), SimpleNamespace(column=4)
+
+    def ways() -> Any:
+        if first.asked == 2:
+            now.column = None
+        return [(first, None), (second, now.column)]
+
+    async with asyncio.timeout(DEADLINE_S):
+        await stage(ways)
+    assert second.asked
+
+
+@pytest.mark.parametrize(
+    ("problem", "lost"),
+    [
+        (CudaError("cuMemcpyAsync", "CUDA_ERROR_ILLEGAL_ADDRESS"), True),
+        (CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("an illegal memory access"), False),
+        (ValueError("CUDA error: an illegal memory access was encountered"), False),
+        (asyncio.CancelledError(), False),
+    ],
+    ids=str,
+)
+def test_r10_which_problems_cost_a_process_its_gpu(problem: BaseException, lost: bool) -> None:
+    assert context_is_lost(problem) is lost
