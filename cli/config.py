@@ -91,6 +91,9 @@ def check(file: Path, settings: tuple[str, ...]) -> None:
 def show(file: Path, settings: tuple[str, ...]) -> None:
     """Print FILE with every default filled in.
 
-    What is printed is a deployment file itself, with absolute paths.
+    What is printed is a deployment file itself, with absolute paths. Notes on deprecated settings go to standard error.
     """
-    click.echo(resolved(load_deployment(file, settings)), nl=False)
+    notes: list[Deprecation] = []
+    click.echo(resolved(load_deployment(file, settings, tell=notes.append)), nl=False)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)

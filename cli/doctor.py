@@ -120,10 +120,9 @@ def _print(console: Console, report: Report) -> None:
     console.print(transports, checks, highlight=False, markup=False)
     if report.deployment is not None:
         choice = report.deployment
-        outcome = f"{choice.transport}: {choice.reason}" if choice.ok else choice.reason
-        console.print(
-            f"{choice.file} asks for {choice.wanted}: {outcome}", highlight=False, markup=False, soft_wrap=True
-        )
+        outcome = f"gets {choice.transport}: {choice.reason}" if choice.ok else choice.reason
+        text = f"{choice.file} asks for {choice.wanted}; {outcome}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _mark(ok: bool) -> str:

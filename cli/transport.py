@@ -34,11 +34,11 @@ def load_to_run(
     """
     deprecations: list[Deprecation] = []
     deployment = load_deployment(file, settings, environ=environ, tell=deprecations.append)
-    require_available(deployment)
     telemetry.configure(deployment.telemetry, **bound)
     for deprecation in deprecations:
         log.warning("setting_deprecated", old=deprecation.old, new=deprecation.new, outcome=deprecation.outcome)
     try:
+        require_available(deployment)
         decided = settle(deployment, environ)
     except ConfigError as problem:  # raised by one who knows the key, not the file
         raise apply_overrides(read(file), settings).error(problem.problem, (problem.key,)) from problem

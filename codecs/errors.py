@@ -90,14 +90,16 @@ class BadMessage(ProtocolError):
 
 
 class UnsupportedDtype(ProtocolError):
-    """A tensor whose dtype is not on the table of `tensors.py`."""
+    """A tensor whose dtype is not on the table of `tensors.py`, or not one of numpy's where an array is wanted."""
 
-    def __init__(self, dtype: str) -> None:
-        super().__init__(dtype)
-        self.dtype = dtype
+    def __init__(
+        self, dtype: str, problem: str = "cannot be ferried; see tensorferry.codecs.tensors.DTYPES for those that can"
+    ) -> None:
+        super().__init__(dtype, problem)
+        self.dtype, self.problem = dtype, problem
 
     def __str__(self) -> str:
-        return f"dtype {self.dtype} cannot be ferried; see tensorferry.codecs.tensors.DTYPES for those that can"
+        return f"dtype {self.dtype} {self.problem}"
 
 
 class BadTensor(ProtocolError):

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 PROTOCOL_VERSION = 1
+MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -48,8 +49,8 @@ class Proxy(Wire, frozen=True, tag=1):
     offset: Count  #: bytes from the start of the pool
     dtype: Dtype
     shape: Shape
-    consumers: Annotated[int, Meta(ge=1, le=1024)] = 1  #: how many processes this lease waits for
-    uses: Annotated[int, Meta(ge=1, le=65536)] = 1  #: releases by this receiver that make its one acknowledgement
+    consumers: Annotated[int, Meta(ge=1, le=MOST_CONSUMERS)] = 1  #: how many processes this lease waits for
+    uses: Annotated[int, Meta(ge=1, le=MOST_USES)] = 1  #: releases by this receiver that make its one acknowledgement
 
 
 class Inline(Wire, frozen=True, tag=2):

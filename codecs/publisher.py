@@ -13,11 +13,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from tensorferry.codecs.errors import NotStaged, PoolFull
+from tensorferry.codecs.errors import LeaseError, NotStaged, PoolFull
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.memory.host import HOST_ORDER
 from tensorferry.codecs.memory.memory import Arrival, Bytes, Order
-from tensorferry.codecs.messages import Inline, Payload, Proxy
+from tensorferry.codecs.messages import MOST_CONSUMERS, MOST_USES, Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.scratch import Scratch
 from tensorferry.codecs.tensors import ALIGNMENT, CODES, View, nbytes_of, view_of
@@ -65,8 +65,8 @@ class Publisher:
         return self.pool is None or self.pool.fits(sizes)
 
     def publish(self, *tensors: Any) -> Draft:
-        """A draft filled with copies of these tensors (torch, numpy or View): they may change at once; those in
-        GPU memory, by work on the stream that is current when the block begins.
+        """A draft filled with copies of these tensors (torch, numpy or View), made when its block begins: from then on
+        they may change; those in GPU memory, by work on the stream that is current then.
 
         Raises UnsupportedDtype or BadTensor.
         """
@@ -103,9 +103,13 @@ class Draft:
         self._publisher, self._layout, self._sources = publisher, layout, sources
         self._places, self._nbytes = _pack(layout)
         self._lease: Lease | None = None
+        self._used = False
         self._pool = 0 if publisher.pool is None else publisher.pool.description.pool
 
     def __enter__(self) -> Self:
+        if self._used:
+            raise LeaseError(0, 0, "of a draft is for one block; make another draft")
+        self._used = True
         lease = self._lease = self._publisher._lease(self._nbytes)
         try:
             self._make(lease)
@@ -176,8 +180,8 @@ class Draft:
 
         column: the consumer's, or None for one that cannot read the pool (it gets the bytes inline). frames: the
         message's inline frames; what travels inline is appended. consumers: how many processes this draft goes
-        to; uses: how often this consumer releases each tensor. Raises LeaseError, PoolClosed; for GPU
-        memory NotStaged, StreamCapturing.
+        to; uses: how often this consumer releases each tensor. Raises LeaseError, also for a consumer that was told
+        already, PoolClosed; for GPU memory NotStaged, StreamCapturing.
         """
         if self._lease is None or column is None or not self.views:  # no tensor: nobody would acknowledge
             payloads: list[Payload] = []
@@ -185,8 +189,12 @@ class Draft:
                 payloads.append(Inline(len(frames), CODES[view.dtype], view.shape))
                 frames.append(data)
             return payloads
-        self._lease.dispatch((column,))
         slot, generation, offset, _ = self._lease.grant
+        releases = uses * len(self.views)
+        if not (1 <= uses and releases <= MOST_USES and 1 <= consumers <= MOST_CONSUMERS):
+            said = f"{releases} uses and {consumers} consumers: at most {MOST_USES} and {MOST_CONSUMERS}, at least 1"
+            raise LeaseError(slot, generation, f"cannot be said to have {said}")
+        self._lease.dispatch((column,))
         return [
             Proxy(
                 self._pool,
@@ -196,7 +204,7 @@ class Draft:
                 CODES[view.dtype],
                 view.shape,
                 consumers,
-                uses * len(self.views),
+                releases,
             )
             for (start, _), view in zip(self._places, self.views, strict=True)
         ]

@@ -8,10 +8,11 @@ any more. Thread-safe, so that a copy thread can open and release.
 from __future__ import annotations
 
 import os
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from tensorferry.codecs.errors import (
     AttachRefused,
@@ -22,6 +23,7 @@ from tensorferry.codecs.errors import (
     StaleLease,
 )
 from tensorferry.codecs.frames import Buffer, open_inline
+from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_ipc import CudaImport
 from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
 from tensorferry.codecs.memory.memory import Memory, Order
@@ -45,7 +47,8 @@ class Reader:
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
         self._device, self._cache_handles = device, cache_handles
         self._pools: dict[int, _Import] = {}
-        self._lock = threading.Lock()
+        self._idle: deque[_Import] = deque()  #: detached, and open no more: to be closed
+        self._lock = Lock()
 
     def __enter__(self) -> Reader:
         return self
@@ -118,9 +121,9 @@ class Reader:
             if imported is None:
                 return
             imported.detached = True
-            idle = not imported.open
-        if idle:
-            imported.close()
+            if not imported.open:
+                self._idle.append(imported)
+        self._close_idle()
 
     def close(self) -> None:
         for pool in list(self._pools):
@@ -196,26 +199,33 @@ class Reader:
 
     def _release(self, use: _Use) -> None:
         """Count one user out, once; the last of the last declared use acknowledges, after all that the others read."""
+        if use.ended:
+            return
+        use.ended = True
+        self._lock.run(partial(self._count_out, use))
+        if use.order is not None:
+            use.imported.memory.returned(use.order)
+        self._close_idle()
+
+    def _count_out(self, use: _Use) -> None:
         imported, proxy, order = use.imported, use.proxy, use.order
-        with self._lock:
-            if use.ended:
-                return
-            use.ended = True
-            held = imported.held[proxy.slot, proxy.generation]
-            held.users -= 1
-            imported.open -= 1
-            if held.users == 0 and held.due <= 1:
-                if self._pools.get(proxy.pool) is imported:
-                    imported.acknowledge(proxy, held, order)
-                del imported.held[proxy.slot, proxy.generation]
-            elif order is not None:
-                held.ended(order)
-            held.due -= 1
-            closing = imported.detached and not imported.open
-        if order is not None:
-            imported.memory.returned(order)
-        if closing:
-            imported.close()
+        held = imported.held[proxy.slot, proxy.generation]
+        held.users -= 1
+        imported.open -= 1
+        if held.users == 0 and held.due <= 1:
+            imported.acknowledge(proxy, held, order)
+            del imported.held[proxy.slot, proxy.generation]
+        elif order is not None:
+            held.ended(order)
+        held.due -= 1
+        if imported.detached and not imported.open:
+            self._idle.append(imported)
+
+    def _close_idle(self) -> None:
+        """Unmap what was detached and is open no more."""
+        while self._idle:
+            with suppress(IndexError):  # another thread was faster
+                self._idle.popleft().close()
 
     def _look(self, use: _Use) -> View:
         proxy = use.proxy

@@ -126,10 +126,10 @@ class View:
         """The tensor as a numpy array over the same bytes. Raises UnsupportedDtype for bfloat16 and others, and for
         a tensor in GPU memory."""
         if not self.on_host:
-            raise UnsupportedDtype(f"{self.dtype} on {self.data.device} (as a numpy array; use .torch())")
+            raise UnsupportedDtype(self.dtype, f"on {self.data.device} is no numpy array; use .torch()")
         dtype = NUMPY_DTYPES.get(self.dtype)
         if dtype is None:
-            raise UnsupportedDtype(f"{self.dtype} (as a numpy array; use .torch())")
+            raise UnsupportedDtype(self.dtype, "is none of numpy's; use .torch()")
         array: npt.NDArray[Any] = self.data.view(dtype).reshape(self.shape)
         return array
 

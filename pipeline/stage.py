@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadMessage, FerryError, PoolFull
+from tensorferry.codecs.errors import BadMessage, FerryError, PoolClosed, PoolFull
 from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.memory.cuda_driver import context_is_lost
 from tensorferry.codecs.pool.pool import Pool, new_nonce
@@ -173,12 +174,13 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         reader = undo.enter_context(Reader(origin.epoch, device=device, cache_handles=handles))
         channels = undo.enter_context(ExitStack())  # they outlive the tasks, which send to their very end
         tasks = asyncio.TaskGroup()
+        attaching: set[int] = set()
         peers = Peers(
             origin,
             address,
             upstream=inboxes(deployment, runtime, *(name for name, takers in DOWNSTREAM.items() if stage in takers)),
             connect=lambda address, name: _connected(channels, context, address, name),
-            attach=lambda announcement: _attach(tasks, peers, reader, origin, announcement),
+            attach=lambda announcement: _attach(tasks, peers, reader, attaching, announcement),
             quarantine_s=deployment.timeouts.quarantine_s,
             capabilities=("pool",) if share is not None else (),
         )
@@ -187,7 +189,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             make = partial(Pool.create, share.nbytes, share.slots, producer=origin.epoch)
             if device is not None:
                 make = partial(make, memory="cuda_ipc", device=device)
-            pool = undo.enter_context(await asyncio.to_thread(make))
+            pool = undo.enter_context(await _made(make))
         publisher = Publisher(
             pool,
             # From a GPU inline is the longer way, for tensors of any size.
@@ -235,6 +237,20 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         await asyncio.gather(*(peer.outbox.flush(FLUSH_S) for peer in peers))
 
 
+async def _made(make: Callable[..., Pool]) -> Pool:
+    """A pool, made beside the event loop, and not to the end if this process is cancelled meanwhile."""
+    given_up = threading.Event()
+
+    def go_on() -> None:
+        if given_up.is_set():
+            raise PoolClosed
+
+    try:
+        return await asyncio.to_thread(make, go_on=go_on)
+    finally:
+        given_up.set()
+
+
 def _connected(channels: ExitStack, context: Context, address: str, name: str) -> Outbox:
     outbox = Outbox(context, address, name)
     channels.callback(outbox.close, LINGER_S)
@@ -242,22 +258,25 @@ def _connected(channels: ExitStack, context: Context, address: str, name: str) -
 
 
 def _attach(
-    tasks: asyncio.TaskGroup, peers: Peers, reader: Reader, origin: wire.Origin, announcement: wire.Pool
+    tasks: asyncio.TaskGroup, peers: Peers, reader: Reader, attaching: set[int], announcement: wire.Pool
 ) -> None:
-    """Map a peer's pool beside everything else."""
+    """Map a peer's pool beside everything else. attaching: the pools for which that is under way."""
+    pool = announcement.description.pool
 
     async def attach() -> None:
         refusal = ""
         try:
-            if announcement.description.pool not in reader.pools:  # else it was announced again
-                await broker.attach(
-                    announcement.broker, origin, announcement.description.pool, reader, timeout_s=ATTACH_S
-                )
+            if pool not in reader.pools:  # else it was announced again
+                await broker.attach(announcement.broker, peers.origin, pool, reader, timeout_s=ATTACH_S)
         except FerryError as problem:
             refusal = str(problem)
+        finally:
+            attaching.discard(pool)
         peers.attached(announcement.origin, refusal)
 
-    tasks.create_task(attach(), name="attach")
+    if pool not in attaching:  # else it was announced again, and is answered when that is done
+        attaching.add(pool)
+        tasks.create_task(attach(), name="attach")
 
 
 async def _beat(stage: Stage) -> None:

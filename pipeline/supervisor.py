@@ -79,7 +79,10 @@ class Supervisor:
             undo.callback(runtime.sweep)
             for stage, rank in inboxes(deployment, runtime, *DRAIN_ORDER):
                 if runtime.lock(stage, rank).exists():  # not swept: its owner lives
-                    raise DeploymentError(f"{stage}-{rank} runs already: {runtime.owner(stage, rank)}; stop it first")
+                    who = runtime.owner(stage, rank)
+                    raise DeploymentError(
+                        f"{stage}-{rank} runs already: {who}; stop it first (a replay can use it: replay --attach)"
+                    )
             self = cls(deployment, command)
             undo.push_async_exit(self._stop)
             for stage, ranks in ranks_of(deployment).items():

@@ -41,16 +41,17 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         deployment.embeddings_pool.inline_below_kb << 10,
         "embeddings_pool.budget_mb",
     )
-    async with opened(deployment, "encoder", rank, share) as stage:
-        thread = stage.channels.enter_context(ThreadPoolExecutor(1, "encode"))
+    with ThreadPoolExecutor(1, "encode") as thread:
+        # Before anybody hears of this process: imports and weights can keep its heartbeats for seconds.
         adapter = await run_to_end(thread, partial(make_adapter, deployment.model, deployment.encoder.threads))
-        encoder = Encoder(stage, adapter, thread)
-        with stage.running(encoder.hear(), encoder.encode()):
-            await stage.peers.wait_ready()
-            stage.peers.open()
-            stop.announce_ready()
-            await stop.wait_draining()
-            await encoder.drain()
+        async with opened(deployment, "encoder", rank, share) as stage:
+            encoder = Encoder(stage, adapter, thread)
+            with stage.running(encoder.hear(), encoder.encode()):
+                await stage.peers.wait_ready()
+                stage.peers.open()
+                stop.announce_ready()
+                await stop.wait_draining()
+                await encoder.drain()
 
 
 class Encoder:

@@ -31,8 +31,9 @@ SWEEP_PERIOD_S = 1.0
 
 async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
     """Run scheduler rank `rank` until `stop` drains it."""
+    engine = make_engine(deployment.scheduler)  # before anybody hears of this process: it may take its time
     async with opened(deployment, "scheduler", rank) as stage:
-        scheduler = Scheduler(stage, make_engine(deployment.scheduler))
+        scheduler = Scheduler(stage, engine)
         with stage.running(scheduler.hear(), scheduler.run(), scheduler.sweep()):
             stage.peers.open()
             stop.announce_ready()

@@ -87,7 +87,7 @@ def test_p9_a_deployment_file_is_judged(tmp_path: Path) -> None:
     ran = run("doctor", "--json", "--config", str(file), "--set", "transport=cpu")
     choice = json.loads(ran.stdout)["deployment"]
     assert (ran.returncode, choice["ok"], choice["transport"], choice["file"]) == (0, True, "cpu", str(file))
-    assert f"{file} asks for auto: " in run("doctor", "--config", str(file)).stdout.splitlines()[-1]
+    assert f"{file} asks for auto; gets " in run("doctor", "--config", str(file)).stdout.splitlines()[-1]
 
 
 def test_wrong_usage(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 F_SEAL_FUTURE_WRITE = 0x0010
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
+STEP_NBYTES = 16 << 20
 _MADV_DONTFORK = 10
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -89,23 +91,30 @@ class HostSegment:
         self.data: npt.NDArray[np.uint8] = np.asarray(_Span(mapping, nbytes))
 
     @classmethod
-    def create(cls, nbytes: int, name: str) -> HostSegment:
+    def create(cls, nbytes: int, name: str, go_on: Callable[[], None] = lambda: None) -> HostSegment:
         """A new segment with every page present: using it never faults for space, here or in a reader.
 
-        name: shown in /proc/PID/maps. Raises NoMemory, having left nothing behind.
+        name: shown in /proc/PID/maps. go_on: called every STEP_NBYTES, and may raise to give it up. Raises NoMemory,
+        having left nothing behind.
         """
+        if nbytes < 1:
+            raise NoMemory(nbytes, "a segment has one byte at least")
         if nbytes > (available := available_nbytes()):
             raise NoMemory(nbytes, f"{available} are available")
         with ExitStack() as undo:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             undo.callback(os.close, fd)
             try:
-                os.posix_fallocate(fd, 0, nbytes)
+                for start, length in _steps(nbytes):
+                    go_on()
+                    os.posix_fallocate(fd, start, length)
             except OSError as problem:
                 raise NoMemory(nbytes, problem.strerror or "refused") from None
             mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             undo.callback(mapping.close)
-            _populate(mapping, nbytes)
+            for start, length in _steps(nbytes):
+                go_on()
+                _populate(mapping, start, length)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             undo.pop_all()
         return cls(fd, mapping, nbytes)
@@ -130,8 +139,9 @@ class HostSegment:
         if found.st_blocks * 512 < nbytes:
             raise AttachRefused(f"a memfd with {found.st_blocks * 512} of its {nbytes} bytes present")
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        _advise(mapping, _MADV_DONTFORK)
-        _advise(mapping, _MADV_POPULATE_READ)
+        for start, length in _steps(nbytes):
+            _advise(mapping, _MADV_DONTFORK, start, length)
+            _advise(mapping, _MADV_POPULATE_READ, start, length)
         return cls(-1, mapping, nbytes)
 
     def close_fd(self) -> None:
@@ -193,18 +203,30 @@ class _Span:
         }
 
 
-def _populate(mapping: mmap.mmap, nbytes: int) -> None:
+def _steps(nbytes: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of the steps that memory is made and mapped in.
+
+    Python holds its lock during a madvise, so one over all of a large pool would stop the process's other threads,
+    heartbeats too, for seconds.
+    """
+    for start in range(0, nbytes, STEP_NBYTES):
+        yield start, min(STEP_NBYTES, nbytes - start)
+
+
+def _populate(mapping: mmap.mmap, start: int, length: int) -> None:
     """Make every page present and writable, as huge pages where the kernel will."""
-    _advise(mapping, _MADV_DONTFORK)
-    if not _advise(mapping, _MADV_POPULATE_WRITE):
-        for offset in range(0, nbytes, mmap.PAGESIZE):  # before Linux 5.14; fallocate has reserved the space
+    _advise(mapping, _MADV_DONTFORK, start, length)
+    if not _advise(mapping, _MADV_POPULATE_WRITE, start, length):
+        for offset in range(
+            start, start + length, mmap.PAGESIZE
+        ):  # before Linux 5.14; fallocate has reserved the space
             mapping[offset] = 0
-    _advise(mapping, _MADV_COLLAPSE)
+    _advise(mapping, _MADV_COLLAPSE, start, length)
 
 
-def _advise(mapping: mmap.mmap, advice: int) -> bool:
+def _advise(mapping: mmap.mmap, advice: int, start: int, length: int) -> bool:
     try:
-        mapping.madvise(advice)
+        mapping.madvise(advice, start, length)
     except OSError:  # an older kernel, or no huge page to be had
         return False
     return True

@@ -255,6 +255,12 @@ class Ledger:
     def _rounded(self, nbytes: int) -> int:
         return max(1, -(-nbytes // self._granule)) * self._granule
 
+    def check_lent(self, grant: Grant) -> None:
+        """Raise LeaseError for a lease that has ended."""
+        lease = self._open.get(grant.slot) or self._settled.get(grant.slot)
+        if lease is None or lease[0] != grant:
+            raise LeaseError(grant.slot, grant.generation, "has ended, or was never lent")
+
     def _opened(self, grant: Grant) -> list[int]:
         lease = self._open.get(grant.slot)
         if lease is None or lease[0] != grant:

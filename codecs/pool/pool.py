@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull
+from tensorferry.codecs.errors import AttachRefused, LeaseError, PoolClosed, PoolFull
+from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Memory, Order
@@ -56,7 +56,7 @@ class Pool:
         self._segment, self._control = segment, control
         self._ledger = Ledger(description.nbytes, description.slots)
         self._consumers: dict[int, _Consumer] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._closed = False
         self._leases = self._refused = self._struck = self._ended = self._foreign_words = 0
         self._published = [0] * description.slots  # last generation of each; the word may still be on its way
@@ -72,11 +72,13 @@ class Pool:
         memory: Literal["host", "cuda_ipc"] = "host",
         device: int = 0,
         producer: int | None = None,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Pool:
         """A pool of host memory, populated: nothing faults afterwards. Or of GPU memory, allocated.
 
-        device: of the GPU, as torch counts; producer: the epoch of this process, random by default. Raises NoMemory;
-        for GPU memory NoDriver or CudaError.
+        device: of the GPU, as torch counts; producer: the epoch of this process, random by default; go_on: called again
+        and again while host memory is made, which can take seconds, and may raise to give it up. Raises NoMemory; for
+        GPU memory NoDriver or CudaError.
         """
         producer = producer or new_nonce()
         description = PoolDescription(new_nonce(), memory, nbytes, slots)
@@ -85,7 +87,7 @@ class Pool:
             if memory == "cuda_ipc":
                 segment = CudaSegment.create(nbytes, device)
             else:
-                segment = HostSegment.create(nbytes, "tensorferry-pool")
+                segment = HostSegment.create(nbytes, "tensorferry-pool", go_on)
             undo.callback(segment.close)
             control = ControlPage.create(slots, description.pool, producer)
             undo.callback(control.close)
@@ -105,9 +107,15 @@ class Pool:
         """What `Reader.attach` needs: a description, and descriptors to send with SCM_RIGHTS.
 
         The caller owns the descriptors (memory if it is the host's, control page, this process) and closes them once
-        they are sent.
+        they are sent. Raises PoolClosed.
         """
-        fds = [*self._segment.descriptors(), os.dup(self._control.segment.fd), os.pidfd_open(os.getpid())]
+        with self._lock, ExitStack() as undo:
+            self._check_open()
+            fds = self._segment.descriptors()
+            undo.callback(_close_all, fds)  # the list as it is then
+            fds.append(os.dup(self._control.segment.fd))
+            fds.append(os.pidfd_open(os.getpid()))
+            undo.pop_all()
         return Export(self.description, self.producer, self._segment.handle()), fds
 
     def admit(self, attachment: Attachment, fds: Sequence[int]) -> int:
@@ -306,11 +314,15 @@ class Lease:
     def __init__(self, pool: Pool, nbytes: int) -> None:
         self.nbytes = nbytes
         self._pool = pool
-        self._published = False
+        self._published = self._used = False
+        self._told: set[int] = set()
 
     def __enter__(self) -> Self:
+        if self._used:
+            raise LeaseError(self.grant.slot, self.grant.generation, "is for one block; take another lease")
         self.order = self._pool._segment.order()
         grant = self.grant = self._pool._lend(self.nbytes)
+        self._used = True
         self.data = self._pool._segment.lend(grant.offset, self.nbytes, self.order)
         return self
 
@@ -329,26 +341,36 @@ class Lease:
     def poison(self) -> None:
         """The bytes will never be valid; consumers that were told get an error instead of a value.
 
-        Raises PoolClosed.
+        Raises LeaseError when the lease has ended, PoolClosed.
         """
         with self._pool._lock:
             self._pool._check_open()
+            self._pool._ledger.check_lent(self.grant)
             self._pool._control.set_poison(self.grant.slot, self.grant.generation)
 
     def dispatch(self, columns: Iterable[int]) -> None:
         """These consumers are about to be sent a proxy; call it before the send.
 
-        Raises LeaseError, also for a consumer that was written off or quarantined; PoolClosed.
+        Raises LeaseError, also for a consumer that was written off or quarantined, or told already: if a second send to
+        it failed, `retract` would take back the first. PoolClosed.
         """
+        columns = tuple(columns)
         with self._pool._lock:
             self._pool._check_open()
+            for column in columns:
+                if column in self._told:
+                    raise LeaseError(
+                        self.grant.slot, self.grant.generation, f"column {column}: was dispatched to it already"
+                    )
             self._publish()
             self._pool._ledger.dispatch(self.grant, columns)
+            self._told.update(columns)
 
     def retract(self, column: int) -> None:
         """The send to this consumer certainly did not happen. Raises LeaseError when it owes nothing."""
         with self._pool._lock:
             self._pool._ledger.retract(self.grant, column)
+            self._told.discard(column)
 
     def _publish(self) -> None:
         if not self._published:
@@ -359,11 +381,13 @@ class Lease:
 
     def _settle(self) -> None:
         self.data = None
-        with self._pool._lock:
-            if self._pool._closed:
-                return
-            self._publish()  # also when cancelled: the range may be lent again when the writer is done
-            self._pool._ledger.settle(self.grant)
+        self._pool._lock.run(self._end)
+
+    def _end(self) -> None:
+        if self._pool._closed:
+            return
+        self._publish()  # also when cancelled: the range may be lent again when the writer is done
+        self._pool._ledger.settle(self.grant)
 
 
 class _Consumer(NamedTuple):

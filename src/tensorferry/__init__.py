@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tensorferry.codecs.messages import Payload as Payload
     from tensorferry.codecs.messages import Proxy as Proxy
     from tensorferry.codecs.pool.pool import Pool as Pool
     from tensorferry.codecs.publisher import Publisher as Publisher
@@ -20,13 +21,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Client": "tensorferry.pipeline.client",
+    "Payload": "tensorferry.codecs.messages",
     "Pool": "tensorferry.codecs.pool.pool",
     "Proxy": "tensorferry.codecs.messages",
     "Publisher": "tensorferry.codecs.publisher",
     "Reader": "tensorferry.codecs.reader",
 }
 
-__all__ = ["Client", "Pool", "Proxy", "Publisher", "Reader", "__version__"]
+__all__ = ["Client", "Payload", "Pool", "Proxy", "Publisher", "Reader", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,227 @@
+"""What a hostile tester did with a pool's objects: each is refused, or is harmless; no lease is lost and none lies."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tensorferry.codecs.errors import LeaseError, LeasePoisoned, PoolClosed
+from tensorferry.codecs.messages import Proxy
+from tensorferry.codecs.pool.ledger import Ledger
+from tensorferry.codecs.pool.pool import Lease, Pool
+from tensorferry.codecs.publisher import Publisher
+from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.tensors import CODES
+
+NBYTES = 100_000
+
+
+@dataclass
+class Shop:
+    pool: Pool
+    reader: Reader
+    column: int
+
+    @property
+    def publisher(self) -> Publisher:
+        return Publisher(self.pool)
+
+    def proxy(self, lease: Lease) -> Proxy:
+        slot, generation, offset, _ = lease.grant
+        return Proxy(self.pool.description.pool, slot, generation, offset, CODES["uint8"], (NBYTES,))
+
+    def out(self) -> int:
+        self.pool.reclaim()
+        return self.pool.statistics().lent_slots
+
+
+@pytest.fixture
+def shop() -> Iterator[Shop]:
+    with Pool.create(1 << 20, 4) as pool, Reader() as reader:
+        yield Shop(pool, reader, pool.admit(*reader.attach(*pool.export())))
+
+
+def tensor(value: int) -> Any:
+    return np.full(NBYTES, value, np.uint8)
+
+
+# --- a lease or draft is for one block ------------------------------------------------------------------------
+
+
+def test_a_lease_is_for_one_block(shop: Shop) -> None:
+    lease = shop.pool.lease(NBYTES)
+    with lease, pytest.raises(LeaseError, match="one block"):
+        lease.__enter__()
+    with pytest.raises(LeaseError, match="one block"):
+        lease.__enter__()
+    assert shop.out() == 0
+
+
+def test_a_draft_is_for_one_block(shop: Shop) -> None:
+    draft = shop.publisher.draft([("uint8", (NBYTES,))])
+    with draft, pytest.raises(LeaseError, match="one block"):
+        draft.__enter__()
+    with pytest.raises(LeaseError, match="one block"):
+        draft.__enter__()
+    assert shop.out() == 0
+
+
+def test_r3_a_lease_that_is_over_poisons_nothing(shop: Shop) -> None:
+    """Its slot may be another's, and poisoned: overwritten, that word would vouch for the bytes again."""
+    earlier = []
+    for _ in range(4):
+        with shop.pool.lease(NBYTES) as over:
+            earlier.append(over)
+        shop.pool.reclaim()
+    with shop.pool.lease(NBYTES) as second:
+        [first] = [lease for lease in earlier if lease.grant.slot == second.grant.slot]
+        second.poison()
+        second.dispatch([shop.column])
+        with pytest.raises(LeaseError, match="has ended"):
+            first.poison()
+        with pytest.raises(LeasePoisoned), shop.reader.open(shop.proxy(second)):
+            pass
+
+
+# --- who was told ---------------------------------------------------------------------------------------------
+
+
+def test_r2_a_consumer_is_told_once(shop: Shop) -> None:
+    """Or a send that fails would take back the one before, which was opened, and its bytes be lent under the reader."""
+    with shop.publisher.publish(tensor(7)) as draft:
+        [proxy] = draft.dispatch(shop.column, [])
+        with shop.reader.open(proxy) as view:  # type: ignore[arg-type]
+            with pytest.raises(LeaseError, match="was dispatched to it already"):
+                draft.dispatch(shop.column, [])
+            assert view.numpy()[0] == 7
+    assert shop.out() == 0
+
+
+def test_one_whose_send_failed_can_be_told_again(shop: Shop) -> None:
+    with shop.publisher.publish(tensor(7)) as draft:
+        draft.dispatch(shop.column, [])
+        draft.retract(shop.column)
+        [proxy] = draft.dispatch(shop.column, [])
+    with shop.reader.open(proxy) as view:
+        assert view.numpy()[0] == 7
+    assert shop.out() == 0
+
+
+@pytest.mark.parametrize("counts", [{"uses": 70_000}, {"uses": 0}, {"consumers": 1025}, {"consumers": 0}], ids=str)
+def test_counts_that_no_receiver_accepts_are_refused_before_anybody_counts_as_told(
+    shop: Shop, counts: dict[str, int]
+) -> None:
+    with shop.publisher.publish(tensor(1)) as draft, pytest.raises(LeaseError, match="at most"):
+        draft.dispatch(shop.column, [], **counts)
+    assert shop.out() == 0
+
+
+def test_uses_count_for_every_tensor(shop: Shop) -> None:
+    with (
+        Publisher(shop.pool, inline_below_nbytes=0).draft([("uint8", (1,))] * 9) as draft,
+        pytest.raises(LeaseError, match="72000 uses"),
+    ):
+        draft.dispatch(shop.column, [], uses=8000)
+    assert shop.out() == 0
+
+
+# --- detach, and descriptors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["detach", "close"])
+def test_r7_a_block_that_outlives_its_pool_s_mapping_still_acknowledges(shop: Shop, how: str) -> None:
+    with shop.publisher.publish(tensor(7)) as draft:
+        [proxy] = draft.dispatch(shop.column, [])
+    with shop.reader.open(proxy) as view:
+        if how == "detach":
+            shop.reader.detach(shop.pool.description.pool)
+        else:
+            shop.reader.close()
+        assert view.numpy()[0] == 7
+        assert shop.out() == 1
+        del view
+    assert shop.out() == 0
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_an_export_that_finds_no_descriptor_leaves_none(shop: Shop, room: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    fillers: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 16, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):  # noqa: PT012
+            while True:
+                fillers.append(os.dup(0))
+        for _ in range(room):
+            os.close(fillers.pop())
+        with pytest.raises(OSError, match="Too many open files"):
+            shop.pool.export()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_closed_pool_says_so_when_it_is_exported(shop: Shop) -> None:
+    shop.pool.close()
+    with pytest.raises(PoolClosed):
+        shop.pool.export()
+
+
+# --- blocks that the garbage collector ends ---------------------------------------------------------------------
+
+
+def abandoned(block: Any) -> None:
+    """Leave a block open in a generator that only the collector of cycles can end."""
+
+    def inside() -> Iterator[None]:
+        me.append(running)
+        with block:
+            yield
+
+    me: list[Any] = []
+    running = inside()
+    next(running)
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The collector of cycles runs nowhere but inside the locks of pools and readers."""
+
+    def collecting(method: Any) -> Any:
+        def collect_first(*arguments: Any) -> Any:
+            gc.collect()
+            return method(*arguments)
+
+        return collect_first
+
+    monkeypatch.setattr(Ledger, "lend", collecting(Ledger.lend))
+    monkeypatch.setattr(Reader, "_living", collecting(Reader._living))
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.usefixtures("collector")
+def test_a_block_that_the_collector_ends_inside_a_lock_does_not_wait_for_itself(shop: Shop) -> None:
+    for value in range(1, 4):
+        abandoned(shop.publisher.draft([("uint8", (NBYTES,))]))
+        with shop.publisher.publish(tensor(value)) as draft:
+            [proxy] = draft.dispatch(shop.column, [])
+        abandoned(shop.reader.open(proxy))
+        with shop.publisher.publish(tensor(value)) as draft:
+            [other] = draft.dispatch(shop.column, [])
+        with shop.reader.open(other) as view:
+            assert view.numpy()[0] == value
+        assert shop.out() == 0
