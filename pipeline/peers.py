@@ -44,15 +44,17 @@ class Peers:
         attach: Callable[[wire.Pool], None],
         quarantine_s: float,
         capabilities: tuple[str, ...] = (),
+        needs: str = "",
     ) -> None:
         """upstream: the inboxes of those who may send us work. connect: an outbox to (address, name). attach: starts
-        to map an announced pool, then calls `attached`."""
+        to map an announced pool, then calls `attached`. needs: a capability without which no tokenizer is accepted: the
+        front end may be somebody else's program."""
         self.origin = origin
         self._inbox = inbox
         self._upstream = upstream
         self._connect, self._attach = connect, attach
         self._quarantine_s = quarantine_s
-        self._capabilities = capabilities
+        self._capabilities, self._needs = capabilities, needs
         self._peers: dict[Key, Peer] = {}
         self._announcement: wire.Pool | None = None
         self._open = False  # we take work ourselves
@@ -259,6 +261,13 @@ class Peers:
         refusal = ""
         if hello.version != wire.PROTOCOL_VERSION:
             refusal = f"protocol version {hello.version}; {self.origin.stage} speaks {wire.PROTOCOL_VERSION}"
+        elif origin.stage == "tokenizer" and self._needs and self._needs not in hello.capabilities:
+            said = ", ".join(hello.capabilities) or "none"
+            refusal = (
+                f"{peer} cannot hand tensors over by {self._needs} (its capabilities: {said}); use a front end that "
+                "can, or another transport"
+            )
+            log.warning("hello_refused", peer=str(peer), reason=refusal)
         elif not peer.meet(origin.epoch):
             log.warning("hello_refused", peer=str(peer), epoch=origin.epoch, reason="the life that is known goes on")
             return  # a real one asks again

@@ -182,7 +182,8 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             connect=lambda address, name: _connected(channels, context, address, name),
             attach=lambda announcement: _attach(tasks, peers, reader, attaching, announcement),
             quarantine_s=deployment.timeouts.quarantine_s,
-            capabilities=("pool",) if share is not None else (),
+            capabilities=("pool", deployment.transport) if share is not None else (),
+            needs=deployment.transport if device is not None else "",
         )
         pool = None
         if share is not None:

@@ -6,8 +6,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 
 import numpy as np
 import structlog
@@ -22,18 +25,21 @@ from tensorferry.pipeline.stage import Stage, opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
 from tensorferry.stages.staging import wait_ready
+from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
 log = structlog.get_logger()
 
 SWEEP_PERIOD_S = 1.0
+COPY_BESIDE = 1 << 18  #: elements of a message's embeddings, from which on the copy thread takes them: about 50 us
 
 
 async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
     """Run scheduler rank `rank` until `stop` drains it."""
     engine = make_engine(deployment.scheduler)  # before anybody hears of this process: it may take its time
     async with opened(deployment, "scheduler", rank) as stage:
-        scheduler = Scheduler(stage, engine)
+        copier = stage.channels.enter_context(ThreadPoolExecutor(1, "copy"))
+        scheduler = Scheduler(stage, engine, copier)
         with stage.running(scheduler.hear(), scheduler.run(), scheduler.sweep()):
             stage.peers.open()
             stop.announce_ready()
@@ -59,8 +65,8 @@ Running = tuple[wire.Admit, Pending, EngineRequest]
 class Scheduler:
     """See the module."""
 
-    def __init__(self, stage: Stage, engine: Engine) -> None:
-        self._stage, self._engine = stage, engine
+    def __init__(self, stage: Stage, engine: Engine, copier: Executor) -> None:
+        self._stage, self._engine, self._copier = stage, engine, copier
         self._budget = stage.deployment.scheduler.batch_tokens
         self._patience_ns = int(stage.deployment.limits.request_timeout_s * 1e9)
         limits = stage.deployment.limits
@@ -145,22 +151,28 @@ class Scheduler:
         self._complete(admit.request, admit.attempt, pending)
 
     def _arrived(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
-        """Collect embeddings: at once, or where a GPU still writes them, as soon as it has."""
-        if self._stage.device is None:
-            self._collect(message, frames)
+        """Collect embeddings: small ones now; large ones, and those that a GPU may still write, beside the loop."""
+        over = self._over.covers(message.request, message.attempt)
+        elements = sum(prod(output.payload.shape) for item in message.items for output in item.outputs)
+        if self._stage.device is None and elements < COPY_BESIDE:
+            self._file(message, over, *self._copied(message, frames, over))
         else:
-            self._stage.tasks.create_task(self._collect_written(message, frames), name="collect")
+            self._stage.tasks.create_task(self._collect(message, frames, over), name="collect")
 
-    async def _collect_written(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
+    async def _collect(self, message: wire.Embeddings, frames: Sequence[Buffer], over: bool) -> None:
         payloads = [output.payload for item in message.items for output in item.outputs]
+        copy = partial(self._copied, message, frames, over)
         with self._stage.alone():
             with suppress(FerryError):  # said again, of its payload alone, when that is opened
                 await wait_ready(self._stage.reader, payloads, self._stage.deployment.timeouts.ready_s)
-            self._collect(message, frames)
+            # A GPU is only told to copy.
+            copied = copy() if self._stage.device is not None else await run_to_end(self._copier, copy)
+            self._file(message, over, *copied)
 
-    def _collect(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
+    def _copied(
+        self, message: wire.Embeddings, frames: Sequence[Buffer], over: bool
+    ) -> tuple[dict[int, Mapping[str, View]], FerryError | None]:
         """Copy embeddings out as they arrive, so that an encoder's pool never waits for the language model."""
-        over = self._over.covers(message.request, message.attempt)
         arrived: dict[int, Mapping[str, View]] = {}
         problem: FerryError | None = None
         for item in message.items:
@@ -176,7 +188,16 @@ class Scheduler:
                     self._stage.outlive(found)
                     problem = problem or found
             arrived[item.index] = outputs
-        if over:
+        return arrived, problem
+
+    def _file(
+        self,
+        message: wire.Embeddings,
+        over: bool,
+        arrived: Mapping[int, Mapping[str, View]],
+        problem: FerryError | None,
+    ) -> None:
+        if over or self._over.covers(message.request, message.attempt):
             self._stage.counters.count("embeddings_late")
             return
         pending = self._of(message.request, message.attempt)

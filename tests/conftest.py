@@ -282,3 +282,23 @@ def stub_cuda(tmp_path: Path) -> StubCuda:
     folder = tmp_path / "stub-cuda"
     folder.mkdir()
     return StubCuda(folder).plan(gpus=[{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}])
+
+
+# --- what a run has searched ------------------------------------------------------------------------------------
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    seen = [(name, value) for report in reports for name, value in report.user_properties]
+    lines = [str(value) for name, value in seen if name in ("protocol", "schedules")]
+    if not lines:
+        return
+    terminalreporter.section("lease protocol")
+    for line in lines:
+        terminalreporter.write_line(line)
+    total = {name: sum(value for each, value in seen if each == name) for name in ("worlds", "steps", "found", "walks")}
+    if total["worlds"]:
+        terminalreporter.write_line(
+            f"{total['worlds']:,} worlds and {total['steps']:,} steps, all orders of events; "
+            f"{total['walks']:,} seeds; {total['found']} planted faults found"
+        )

@@ -29,6 +29,7 @@ from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import LeaseError, StaleLease
 from tensorferry.codecs.messages import Origin, Proxy
+from tensorferry.codecs.pool import ledger
 from tensorferry.codecs.pool.pool import Attachment, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
@@ -275,9 +276,11 @@ def machine(holder: Holder) -> type[RuleBasedStateMachine]:
     return LeasesEndWhenTheBooksSay
 
 
-def test_b09_a_lease_ends_when_each_consumer_is_done_and_not_before() -> None:
+@pytest.mark.parametrize("few", [0, 16], ids=["scanned", "looked up"])
+def test_b09_a_lease_ends_when_each_consumer_is_done_and_not_before(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr(ledger, "FEW", few)
     with Holder() as holder:
-        laws = settings(max_examples=60, stateful_step_count=40)
+        laws = settings(max_examples=40, stateful_step_count=40)
         run_state_machine_as_test(lambda: machine(holder)(), settings=laws)
 
 

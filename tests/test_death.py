@@ -465,11 +465,15 @@ def seeds() -> list[range]:
 
 
 @pytest.mark.parametrize("seeds", seeds(), ids=lambda seeds: f"seeds {seeds[0]} to {seeds[-1]}")
-def test_l12_whoever_dies_or_stops_whenever_nothing_is_wrong_lost_or_left(zygote: Zygote, seeds: range) -> None:
+def test_l12_whoever_dies_or_stops_whenever_nothing_is_wrong_lost_or_left(
+    zygote: Zygote, seeds: range, record_property: Callable[[str, object], None]
+) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
         seen += play(zygote, seed)
-    print(f"seeds {seeds[0]} to {seeds[-1]}:", ", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+    events = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
+    record_property("schedules", f"deaths, seeds {seeds[0]} to {seeds[-1]}: {events}")
+    print(f"seeds {seeds[0]} to {seeds[-1]}: {events}")
     if len(seeds) == PER_TEST:
         killed = seen["producer killed"], seen["consumer killed"]
         stopped = seen["producer stopped"] + seen["consumer stopped"]

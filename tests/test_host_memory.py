@@ -20,7 +20,7 @@ import pytest
 
 from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.memory.available import available_nbytes
-from tensorferry.codecs.memory.host import SEALS, HostSegment, NoMemory
+from tensorferry.codecs.memory.host import SEALS, STEP_NBYTES, HostSegment, NoMemory
 from tensorferry.codecs.pool.control import AckPage, ControlPage
 
 NBYTES = 1 << 20
@@ -38,6 +38,32 @@ def test_every_page_is_there_before_it_is_used(segment: HostSegment) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     segment.data[:: mmap.PAGESIZE] = 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < NBYTES // mmap.PAGESIZE // 4
+
+
+def test_every_page_is_mapped_before_a_peer_reads_it(segment: HostSegment) -> None:
+    peer = HostSegment.attach(segment.fd, NBYTES)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert not peer.data[:: mmap.PAGESIZE].any()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < NBYTES // mmap.PAGESIZE // 4
+    peer.close()
+
+
+class Enough(Exception):
+    pass
+
+
+def test_making_a_segment_can_be_given_up(segment: HostSegment) -> None:
+    """(What is left behind, the fixture of every test looks for.)"""
+    steps = []
+
+    def go_on() -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            raise Enough
+
+    with pytest.raises(Enough):
+        HostSegment.create(3 * STEP_NBYTES, "tensorferry-test", go_on)
+    assert len(steps) == 3
 
 
 def test_a_peer_sees_what_the_owner_writes(segment: HostSegment) -> None:

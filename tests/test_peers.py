@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from structlog.testing import capture_logs
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.pipeline import peers as module
+from tensorferry.pipeline import stage as stage_module
 from tensorferry.pipeline.peers import Peers
 
 ME = wire.Origin("tokenizer", 0, 1)
@@ -148,3 +151,57 @@ def test_a_peer_that_leaves_gets_nothing_new_but_may_be_told_what_is_under_way(p
     peers.hear(wire.Drain(wire.Origin("scheduler", 0, 10)))
     assert peers.usable("scheduler") == []
     assert peers.taker("scheduler", 0, 10).state == "leaving"
+
+
+# --- pools and capabilities ---------------------------------------------------------------------------------------
+
+
+async def test_a_pool_that_is_announced_again_while_it_is_being_attached_is_attached_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that is silent at first, such as one that imports torch, is greeted again, and then announces again."""
+    attached, answered, go_on = [], [], asyncio.Event()
+
+    async def attach(path: str, origin: wire.Origin, pool: int, reader: Any, *, timeout_s: float) -> None:
+        attached.append(pool)
+        await go_on.wait()
+
+    monkeypatch.setattr(stage_module.broker, "attach", attach)
+    announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
+    peers: Any = SimpleNamespace(origin=ME, attached=lambda origin, refusal: answered.append(refusal))
+    reader: Any = SimpleNamespace(pools=frozenset())
+    attaching: set[int] = set()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(3):
+            stage_module._attach(tasks, peers, reader, attaching, announcement)
+            await asyncio.sleep(0)
+        go_on.set()
+    assert (attached, answered, attaching) == ([5], [""], set())
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "refused"),
+    [((), True), (("pool",), True), (("pool", "cuda_vmm"), True), (("pool", "cuda_ipc"), False)],
+    ids=str,
+)
+def test_p8_a_front_end_that_cannot_do_what_the_deployment_needs_is_refused_when_it_connects(
+    clock: Clock, capabilities: tuple[str, ...], refused: bool
+) -> None:
+    connect: Any = Box
+    encoder = Peers(
+        wire.Origin("encoder", 0, 2),
+        "ipc:///e",
+        upstream={("tokenizer", 0): "ipc:///t"},
+        connect=connect,
+        attach=lambda _: None,
+        quarantine_s=QUARANTINE_S,
+        needs="cuda_ipc",
+    )
+    encoder.hear(wire.Hello(wire.PROTOCOL_VERSION, ME, "ipc:///t", capabilities))
+    [peer] = encoder
+    welcome: Any = next(message for message in peer.outbox.sent if isinstance(message, wire.Welcome))  # type: ignore[attr-defined]
+    assert bool(welcome.refusal) is refused
+    assert peer.ready is not refused
+    if refused:
+        said = ", ".join(capabilities) or "none"
+        assert f"tokenizer-0 cannot hand tensors over by cuda_ipc (its capabilities: {said})" in welcome.refusal

@@ -236,6 +236,24 @@ async def test_l5_with_when_full_wait_everything_finds_room(deploy: Callable[...
         await all_leases_back(client)
 
 
+async def test_l5_the_wait_for_room_has_an_end(deploy: Callable[..., Deployment], tmp_path: Path) -> None:
+    """An image that no pool of 1 MiB has room for waits for 300 ms, and goes inline."""
+    deploy(budget_mb=1)
+    file = tmp_path / "deployment.yaml"
+    file.write_text(
+        file.read_text().replace("pool: {budget_mb: 1,", "pool: {budget_mb: 1, when_full: wait, wait_ms: 300,")
+    )
+    deployment = load(file)
+    async with running(deployment, tmp_path) as client:
+        for size, how, least_s in ((100, "shm", 0.0), (700, "inline", 0.3)):
+            async with asyncio.timeout(20):
+                result = await client.submit([photo(size, size, size)])
+            assert isinstance(result, wire.Result)
+            marks = {mark.step: mark.at_ns for mark in result.marks}
+            assert result.items[0].transport == how
+            assert (marks["processed"] - marks["received"]) / 1e9 >= least_s
+
+
 async def test_e6_every_rank_of_an_attention_group_gets_the_embeddings(
     deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:

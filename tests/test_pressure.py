@@ -76,3 +76,4 @@ def test_statistics_say_how_long_leases_were_out_and_how_free_space_lies(pool: P
         assert pool.reclaim() == 1
         assert pool.statistics().fragmentation == 0.5  # a quarter MiB between two leases, and one at the end
     assert pool.statistics().peak_lent_nbytes == 768 << 10
+    assert pool.statistics().peak_lent_slots == 3

@@ -206,6 +206,8 @@ class Ledger:
         grant, columns = self._settled.get(slot) or self._open.get(slot) or (None, [])
         if grant is None or grant.generation != generation or column not in columns:
             raise StaleLease(slot, generation, f"column {column} owes no acknowledgement")
+        if column in self.quarantined:
+            raise StaleLease(slot, generation, f"the consumer of column {column} is quarantined")
         columns.remove(column)
         self._need[column][slot] = 0
 

@@ -49,6 +49,7 @@ EVENTS: dict[str, tuple[int, dict[str, st.SearchStrategy[Any]]]] = {
     "acknowledge_by_message": (2, {"which": any_of_them, "column": any_column, "off": distance}),
     "admit": (1, {"by_message": st.booleans()}),
     "strike": (1, {"which": any_of_them}),
+    "quarantine": (1, {"which": any_of_them}),
 }
 events = st.one_of(
     [
@@ -88,6 +89,7 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         self.over: list[Grant] = []
         self.names: set[tuple[int, int]] = set()
         self.columns: set[int] = set()
+        self.distrusted: set[int] = set()
         self.columns_ever: set[int] = set()
         self.ready = np.zeros(slots, np.uint32)
         self.acks: dict[int, Words] = {}
@@ -119,9 +121,17 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         column = sorted(self.columns)[which % len(self.columns)]
         self.ledger.strike(column)
         self.columns.remove(column)
+        self.distrusted.discard(column)
         self.acks.pop(column, None)
         for lent in self.live:
             lent.owes.discard(column)
+
+    def quarantine(self, which: int) -> None:
+        if not self.columns:
+            return
+        column = sorted(self.columns)[which % len(self.columns)]
+        self.ledger.quarantine(column)
+        self.distrusted.add(column)
 
     def lend(self, nbytes: int, told: set[int]) -> None:
         longest = max(self.free_runs(), default=0)
@@ -147,16 +157,18 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         self.names.add(name)
         self.live.append(Lent(grant))
         self.peak = max(self.peak, sum(lent.grant.nbytes for lent in self.live))
-        self.ledger.dispatch(grant, told & self.columns)
-        self.live[-1].owes.update(told & self.columns)
+        told &= self.columns - self.distrusted
+        self.ledger.dispatch(grant, told)
+        self.live[-1].owes.update(told)
 
     def dispatch(self, which: int, choice: set[int]) -> None:
         if not (self.live and self.columns):
             return
         lent = self.live[which % len(self.live)]
         columns = [sorted(self.columns)[number % len(self.columns)] for number in choice]
-        self.must_be(not lent.settled, lambda: self.ledger.dispatch(lent.grant, columns), "dispatched")
-        if not lent.settled:
+        allowed = not lent.settled and not self.distrusted & set(columns)
+        self.must_be(allowed, lambda: self.ledger.dispatch(lent.grant, columns), "dispatched")
+        if allowed:
             lent.owes.update(columns)
 
     def dispatch_to_nobody(self, which: int, column: int) -> None:
@@ -207,7 +219,7 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         if not self.live:
             return
         lent = self.live[which % len(self.live)]
-        owed = off == 0 and column in lent.owes
+        owed = off == 0 and column in lent.owes - self.distrusted
         slot, generation = lent.grant.slot, lent.grant.generation + off
         self.must_be(owed, lambda: self.ledger.acknowledge(slot, generation, column), "acknowledged", StaleLease)
         if owed:
@@ -236,6 +248,7 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         return (
             lent.settled
             and self.ready[slot] == generation
+            and not lent.owes & self.distrusted
             and all(column in self.acks and self.acks[column][slot] == generation for column in lent.owes)
         )
 

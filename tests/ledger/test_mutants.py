@@ -45,6 +45,27 @@ class IgnoresTheLimit(Ledger):
         return super().reclaim(ready, acks)
 
 
+class BelievesTheQuarantined(Ledger):
+    def reclaim(self, ready: Words, acks: Mapping[int, Words], limit: int = 64) -> list[Grant]:
+        distrusted, self.quarantined = self.quarantined, set()
+        ended = super().reclaim(ready, acks, limit)
+        self.quarantined = distrusted
+        return ended
+
+
+class ScansTheQuarantined(Ledger):
+    def _scanned(self, ready: Words, acks: Mapping[int, Words]) -> list[int]:
+        distrusted, self.quarantined = self.quarantined, set()
+        over = super()._scanned(ready, acks)
+        self.quarantined = distrusted
+        return over
+
+
+class TellsTheQuarantined(Ledger):
+    def quarantine(self, column: int) -> None:
+        pass
+
+
 class LooksAtTheFirstColumnAlone(Ledger):
     def _is_over(self, slot: int, ready: Words, acks: Mapping[int, Words]) -> bool:
         grant, columns = self._settled[slot]
@@ -207,6 +228,9 @@ MUTANTS: dict[type[Ledger], str] = {
     TakesOlderWords: "a lease ended before its time",
     TakesSilenceForConsent: "a lease ended before its time",
     IgnoresTheLimit: "not as many leases ended",
+    BelievesTheQuarantined: "a lease ended before its time",
+    ScansTheQuarantined: "the two ways .* disagree",
+    TellsTheQuarantined: "although that was not allowed|a lease ended|not as many|the two ways",
     LooksAtTheFirstColumnAlone: "the two ways .* disagree",
     ScansPastTheLastColumn: "the two ways .* disagree",
     NeverJoins: "freed neighbours did not join",

@@ -1,0 +1,58 @@
+"""R4: what was sent to a former life of a process is dropped and counted, whatever it says."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.tensors import CODES
+from tensorferry.stages.encoder import Encoder
+from tensorferry.stages.scheduler import Scheduler
+
+NOW, BEFORE = 7, 6  #: epochs
+OWNER, REQUEST = wire.Origin("tokenizer", 0, 3), bytes(16)
+RANKS = (wire.Rank(0, NOW),)
+PAYLOAD = wire.Inline(0, CODES["uint8"], (4, 32))
+
+
+def encode(to: int) -> wire.Encode:
+    item = wire.Item("image", (1, 4, 4), 4, bytes(16), PAYLOAD)
+    return wire.Encode(REQUEST, 0, to, OWNER, RANKS, RANKS, (item,), 1 << 62)
+
+
+def admit(to: int) -> wire.Admit:
+    return wire.Admit(REQUEST, 0, to, OWNER, RANKS, bytes(16), (wire.Span(0, 4),), 1, 1 << 62)
+
+
+def embeddings(to: int) -> wire.Embeddings:
+    items = (wire.Embedding(0, 4, (wire.Output("embeddings", PAYLOAD),)),)
+    return wire.Embeddings(REQUEST, 0, to, wire.Origin("encoder", 0, 5), items, ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Encoder, encode), (Scheduler, admit), (Scheduler, embeddings)],
+    ids=["encode", "admit", "embeddings"],
+)
+def test_a7_mail_of_a_former_life_is_dropped_and_counted(kind: type[Any], message: Any) -> None:
+    counted: list[str] = []
+    taken: list[str] = []
+    receiver = object.__new__(kind)
+    receiver._stage = SimpleNamespace(
+        epoch=NOW,
+        alone=nullcontext,
+        counters=SimpleNamespace(count=counted.append),
+        peers=SimpleNamespace(hear=lambda message: False),
+        refused=lambda problem: pytest.fail(str(problem)),
+    )
+    receiver._in_flight, receiver._jobs = 0, SimpleNamespace(put_nowait=lambda job: taken.append("job"))
+    receiver._admit = lambda message: taken.append("admit")
+    receiver._arrived = lambda message, frames: taken.append("embeddings")
+    receiver._take(message(BEFORE), [bytes(128)])
+    assert (counted, taken) == (["mail_of_a_former_life"], [])
+    receiver._take(message(NOW), [bytes(128)])
+    assert len(taken) == 1
