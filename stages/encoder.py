@@ -97,7 +97,8 @@ class Encoder:
             with ExitStack() as embeddings:
                 try:
                     made = await self._encode(job, frames, embeddings)
-                    await stage(lambda: self._ways(job, made))
+                    if self._stage.device is not None:
+                        await stage(lambda: self._ways(job, made))
                     marks.append(wire.Mark("encoded", time.monotonic_ns()))
                     self._send(job, made, tuple(marks))
                 except Exception as problem:
@@ -118,7 +119,8 @@ class Encoder:
                 self._stage.counters.count("jobs_late")
                 return []
             owned = self._owned(job)
-            await wait_ready(self._stage.reader, features.payloads, self._stage.deployment.timeouts.ready_s)
+            if self._stage.device is not None:
+                await wait_ready(self._stage.reader, features.payloads, self._stage.deployment.timeouts.ready_s)
             outputs = Outputs(self._stage, owned, embeddings)
             await run_to_end(self._thread, lambda: self._adapter.encode(owned, features.load, outputs.out))
             return outputs.finished()

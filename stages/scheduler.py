@@ -163,10 +163,12 @@ class Scheduler:
         payloads = [output.payload for item in message.items for output in item.outputs]
         copy = partial(self._copied, message, frames, over)
         with self._stage.alone():
-            with suppress(FerryError):  # said again, of its payload alone, when that is opened
-                await wait_ready(self._stage.reader, payloads, self._stage.deployment.timeouts.ready_s)
-            # A GPU is only told to copy.
-            copied = copy() if self._stage.device is not None else await run_to_end(self._copier, copy)
+            if self._stage.device is None:
+                copied = await run_to_end(self._copier, copy)
+            else:
+                with suppress(FerryError):  # said again, of its payload alone, when that is opened
+                    await wait_ready(self._stage.reader, payloads, self._stage.deployment.timeouts.ready_s)
+                copied = copy()  # which only tells the GPU to
             self._file(message, over, *copied)
 
     def _copied(
@@ -283,22 +285,22 @@ class Scheduler:
         """What the engine makes of a batch, which it is spared once nobody waits for any of its requests."""
         patience_ns = max(admit.deadline_ns for admit, _, _ in batch) - time.monotonic_ns()
         call = self._call = asyncio.create_task(self._ask(batch))
+        deadline = asyncio.get_running_loop().call_later(max(0, patience_ns) / 1e9, call.cancel)
         try:
-            await asyncio.wait({call}, timeout=max(0, patience_ns) / 1e9)
-        finally:
-            self._call = None
-            call.cancel()
-        await asyncio.wait({call})  # an engine may need a moment to give a batch up, and gets no other meanwhile
-        if call.cancelled():
+            return await call
+        except asyncio.CancelledError:
+            if (ourselves := asyncio.current_task()) is not None and ourselves.cancelling():
+                raise
             self._stage.counters.count("batches_abandoned")
             log.info("abandoned", requests=len(batch))
             return [RuntimeError("the engine gave it up")] * len(batch)
-        crash = call.exception()
-        if isinstance(crash, Exception):
+        except Exception as crash:
             self._stage.outlive(crash)
-            log.error("engine_crashed", requests=len(batch), exc_info=crash)
+            log.exception("engine_crashed", requests=len(batch))
             return [crash] * len(batch)
-        return call.result()
+        finally:
+            deadline.cancel()
+            self._call = None
 
     async def _ask(self, batch: Sequence[Running]) -> Sequence[EngineResult | Exception]:
         answers = await self._engine.run([request for _, _, request in batch])

@@ -222,7 +222,8 @@ class Tokenizer:
         with ExitStack() as leases:
             drafts = [leases.enter_context(self._stage.publisher.draft(layout)) for layout in layouts]
             hashes = await self._process(prompt, drafts)
-            await stage(lambda: self._ways(request.submit, prompt, drafts))
+            if self._stage.device is not None:
+                await stage(lambda: self._ways(request.submit, prompt, drafts))
             marks.append(wire.Mark("processed", time.monotonic_ns()))
             deadline_ns = marks[0].at_ns + int(timeout_s * 1e9)
             owners = self._send(request, prompt, drafts, hashes, deadline_ns)

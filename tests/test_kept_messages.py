@@ -48,7 +48,9 @@ class FakeChannel:
 def fake_stage(channel: FakeChannel) -> Any:
     """A stage without sockets: its peers take every message."""
     peers = SimpleNamespace(hear=lambda message: True)
-    return SimpleNamespace(inbox=channel, epoch=EPOCH, alone=nullcontext, peers=peers, refused=lambda problem: None)
+    return SimpleNamespace(
+        device=None, inbox=channel, epoch=EPOCH, alone=nullcontext, peers=peers, refused=lambda problem: None
+    )
 
 
 @pytest.mark.parametrize(
