@@ -184,7 +184,7 @@ class Encoder:
             message = wire.Embeddings(job.request, job.attempt, peer.epoch, self._stage.origin, items, marks)
             self._post(peer, message, frames, made)
         nbytes = sum(draft.nbytes for item in made for draft in item.outputs.values())
-        log.info("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
+        log.debug("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
 
     def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer], made: Sequence[Made]) -> None:
         try:

@@ -279,7 +279,7 @@ class Scheduler:
             )
             self._over.add(admit.request, admit.attempt)
             self._tell_owner(admit.owner, done)
-            log.info("done", request=admit.request.hex(), items=len(admit.spans), output_tokens=answer.output_tokens)
+            log.debug("done", request=admit.request.hex(), items=len(admit.spans), output_tokens=answer.output_tokens)
 
     async def _answers(self, batch: Sequence[Running]) -> Sequence[EngineResult | Exception]:
         """What the engine makes of a batch, which it is spared once nobody waits for any of its requests."""
