@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
+from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.config import require_available
 from tensorferry.pipeline.lifecycle import Tether, run_process
 from tensorferry.pipeline.runtime import Runtime
@@ -49,6 +51,7 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         raise ConfigError(str(file), None, "", problem)
     if deployment.transport == "auto":  # under a supervisor that is not ours
         deployment = settle(deployment)
+    telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
     main = import_module(f"tensorferry.stages.{stage}").main
     status = run_process(
         lambda stop: main(deployment, rank, stop),
@@ -57,4 +60,6 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         tether=tether,
         on_orphaned=Runtime.of(deployment).sweep,
     )
+    gc.disable()  # else the interpreter's end walks over all objects once more: half a second where torch is loaded
+    gc.freeze()
     ctx.exit(status)

@@ -191,7 +191,7 @@ class Draft:
             return payloads
         slot, generation, offset, _ = self._lease.grant
         releases = uses * len(self.views)
-        if not (1 <= uses and releases <= MOST_USES and 1 <= consumers <= MOST_CONSUMERS):
+        if not (isinstance(uses, int) and 1 <= uses and releases <= MOST_USES and 1 <= consumers <= MOST_CONSUMERS):
             said = f"{releases} uses and {consumers} consumers: at most {MOST_USES} and {MOST_CONSUMERS}, at least 1"
             raise LeaseError(slot, generation, f"cannot be said to have {said}")
         self._lease.dispatch((column,))

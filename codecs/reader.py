@@ -65,8 +65,10 @@ class Reader:
     def orphans(self) -> frozenset[int]:
         """The pools whose producer has ended. What was ready in them can still be read; `detach` them when no more
         proxies of theirs can come."""
-        with self._lock:
-            return frozenset(pool for pool, imported in self._pools.items() if is_dead(imported.producer))
+        with self._lock():
+            orphans = frozenset(pool for pool, imported in self._pools.items() if is_dead(imported.producer))
+        self._close_idle()
+        return orphans
 
     def attach(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
         """Map a peer's pool; takes over the descriptors that came with the export.
@@ -103,7 +105,7 @@ class Reader:
             undo.callback(os.close, sent[1])
             producer = os.dup(fds[-1])
             undo.callback(os.close, producer)
-            with self._lock:
+            with self._lock():
                 if description.pool in self._pools:
                     raise AttachRefused(f"pool {description.pool} is attached already")
                 self._pools[description.pool] = _Import(memory, control, acks, description.slots, producer)
@@ -116,7 +118,7 @@ class Reader:
         GPU memory: waits until the acknowledgements that are queued have landed, so call it in a thread of its own; a
         block that outlives it does the same at its end. Nobody else waits meanwhile.
         """
-        with self._lock:
+        with self._lock():
             imported = self._pools.pop(pool, None)
             if imported is None:
                 return
@@ -136,7 +138,7 @@ class Reader:
 
         Raises as `open` does when it never will.
         """
-        with self._lock:
+        with self._lock():
             imported = self._living(proxy)
             imported.check(proxy)
             return imported.is_ready(proxy)
@@ -191,7 +193,7 @@ class Reader:
 
     def _hold(self, proxy: Proxy) -> _Use:
         """Count one user of a living lease in; each must be counted out by `_release`."""
-        with self._lock:
+        with self._lock():
             imported = self._living(proxy)
             imported.held.setdefault((proxy.slot, proxy.generation), _Held(proxy.uses)).users += 1
             imported.open += 1
@@ -229,7 +231,7 @@ class Reader:
 
     def _look(self, use: _Use) -> View:
         proxy = use.proxy
-        with self._lock:
+        with self._lock():
             order = self._readable(use)
             dtype = dtype_of(proxy.dtype)
             nbytes = nbytes_of(dtype, proxy.shape)
@@ -245,7 +247,7 @@ class Reader:
         if use.imported.memory.on_host is not into.on_host:
             into.copy_from(self._look(use))
             return
-        with self._lock:
+        with self._lock():
             order = self._readable(use)
             use.imported.memory.copy_out(proxy.offset, into.data, order)
             use.order = order

@@ -239,7 +239,7 @@ class _Life:
     def _cancel(self, status: int, reason: str) -> None:
         if self.status is None and self._task is not None and not self._task.done():
             self.status = status
-            log.warning("cancelled", reason=reason)
+            (log.warning if status else log.info)("cancelled", reason=reason)
             _end_within(self._cancel_s)
             self._task.cancel()
 

@@ -186,21 +186,27 @@ class Supervisor:
     async def _drain(self, grace_s: float) -> list[str]:
         """Ask one stage after the other to finish; returns what went wrong, by stage and rank."""
         asked: list[_Child] = []
+        asked_at: dict[str, float] = {}
+        clock = asyncio.get_running_loop().time
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 for stage in DRAIN_ORDER:
                     members = [child for child in self._left() if child.stage == stage]
+                    asked_at[stage] = clock()
                     for child in members:
                         child.terminate()
                     asked += members
                     await _all_ended(members)
-        if late := [str(child) for child in asked if child in self._left()]:
-            log.warning("drain_overran", stages=late, grace_s=grace_s)
-        failed = [child for child in asked if child.process.returncode]
-        return [
-            *(f"{child} {child.how} while it drained" for child in failed),
-            *(f"{child} did not drain within {grace_s} s" for child in late),
-        ]
+        wrong = [f"{child} {child.how} while it drained" for child in asked if child.process.returncode]
+        if left := self._left():
+            until = [*list(asked_at.values())[1:], clock()]
+            spent = ", ".join(
+                f"{stage} {end - at:.1f} s" for (stage, at), end in zip(asked_at.items(), until, strict=True)
+            )
+            late = ", ".join(map(str, left))
+            log.warning("drain_overran", left=late, grace_s=grace_s, spent=spent, remedy="raise timeouts.drain_s")
+            wrong.append(f"not drained within {grace_s} s (timeouts.drain_s, for all stages together): {late}; {spent}")
+        return wrong
 
     def _kill(self) -> None:
         left = self._left()

@@ -293,6 +293,8 @@ class Scheduler:
                 raise
             self._stage.counters.count("batches_abandoned")
             log.info("abandoned", requests=len(batch))
+            for admit, _, _ in batch:  # their owners have given them up too, or are about to
+                self._over.add(admit.request, admit.attempt)
             return [RuntimeError("the engine gave it up")] * len(batch)
         except Exception as crash:
             self._stage.outlive(crash)

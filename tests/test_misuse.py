@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import resource
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tensorferry.codecs.errors import LeaseError, LeasePoisoned, PoolClosed
+from tensorferry.codecs.errors import FerryError, LeaseError, LeasePoisoned, PoolClosed
+from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.ledger import Ledger
 from tensorferry.codecs.pool.pool import Lease, Pool
@@ -225,3 +230,77 @@ def test_a_block_that_the_collector_ends_inside_a_lock_does_not_wait_for_itself(
         with shop.reader.open(other) as view:
             assert view.numpy()[0] == value
         assert shop.out() == 0
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.usefixtures("collector")
+def test_a_finaliser_that_calls_the_pool_inside_its_lock_is_refused(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find the books half written, and leave them wrong."""
+    refused: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda problem: refused.append(problem.exc_value))
+
+    block = ExitStack()
+    block.callback(shop.pool.reclaim)
+    abandoned(block)
+    del block
+    with shop.publisher.publish(tensor(1)) as draft:
+        [proxy] = draft.dispatch(shop.column, [])
+    with shop.reader.open(proxy):
+        pass
+    assert [str(problem) for problem in refused] == [
+        "called by a finaliser, within another call of the same pool or reader"
+    ]
+    assert shop.out() == 0
+
+
+@pytest.mark.usefixtures("collector")
+def test_the_late_end_of_a_block_that_fails_harms_nobody_else(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", told.append)
+    lock, done = Lock(), []
+    with lock():
+        lock.run(lambda: 1 / 0)
+        lock.run(lambda: done.append(1))
+    with lock():
+        assert done == [1]
+    assert [type(problem.exc_value) for problem in told] == [ZeroDivisionError]
+    other = threading.Thread(target=lambda: lock.run(lambda: done.append(2)))
+    other.start()
+    other.join(10)
+    assert done == [1, 2]
+
+
+def test_an_interrupt_leaves_no_lock_held(shop: Shop) -> None:
+    """Wherever in a call it comes; what the call was about may be lost (docs/library.md)."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    rng, interrupts = random.Random(5), 0
+    try:
+        while interrupts < 300:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 2e-4))
+                with shop.publisher.publish(tensor(1)) as draft:
+                    for payload in draft.dispatch(shop.column, []):
+                        with shop.reader.open(payload):
+                            pass
+                shop.pool.statistics()
+            except KeyboardInterrupt:
+                interrupts += 1
+            except (FerryError, LookupError):
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:  # between the two
+        pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    asked: list[int] = []
+    other = threading.Thread(target=lambda: asked.append(shop.pool.statistics().slots), daemon=True)
+    other.start()
+    other.join(10)
+    assert asked == [4]

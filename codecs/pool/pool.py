@@ -109,7 +109,7 @@ class Pool:
         The caller owns the descriptors (memory if it is the host's, control page, this process) and closes them once
         they are sent. Raises PoolClosed.
         """
-        with self._lock, ExitStack() as undo:
+        with self._lock(), ExitStack() as undo:
             self._check_open()
             fds = self._segment.descriptors()
             undo.callback(_close_all, fds)  # the list as it is then
@@ -132,7 +132,7 @@ class Pool:
             check_pidfd(fds[1])
             page = AckPage.attach(fds[0], self.description.slots, attachment.pool, attachment.consumer)
             undo.callback(page.close)
-            with self._lock:
+            with self._lock():
                 self._check_open()
                 column = self._ledger.admit()
                 self._consumers[column] = _Consumer(attachment.consumer, page, fds[1])
@@ -145,14 +145,14 @@ class Pool:
 
         No-op for one that the pool has found dead by itself, as it does when it is short of space.
         """
-        with self._lock:
+        with self._lock():
             if column in self._consumers:
                 self._strike(column)
                 self._struck += 1
 
     def strike_dead(self) -> list[int]:
         """Strike every consumer whose process is gone; returns their columns."""
-        with self._lock:
+        with self._lock():
             return self._strike_dead()
 
     def check_words(self) -> list[int]:
@@ -162,7 +162,7 @@ class Pool:
         it should not. So none of its words is believed any more: what it was lent stays out until its process is
         proven dead. It cannot be dispatched to. One comparison for each consumer; for the periodic recycler.
         """
-        with self._lock:
+        with self._lock():
             if self._closed:
                 return []
             lent = self._control.lease_words()
@@ -189,7 +189,7 @@ class Pool:
 
     def fits(self, sizes: Sequence[int]) -> bool:
         """Whether leases of these sizes could all be had now, after a pass to reclaim what they need."""
-        with self._lock:
+        with self._lock():
             while not self._closed:
                 if self._ledger.fits(sizes):
                     return True
@@ -207,11 +207,11 @@ class Pool:
 
     def reclaim(self) -> int:
         """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
-        with self._lock:
+        with self._lock():
             return self._reclaim()
 
     def statistics(self) -> PoolStatistics:
-        with self._lock:
+        with self._lock():
             ledger = self._ledger
             return PoolStatistics(
                 capacity_nbytes=ledger.capacity_nbytes,
@@ -238,7 +238,7 @@ class Pool:
 
         GPU memory: waits for what is queued on it, so call it off an event loop.
         """
-        with self._lock:
+        with self._lock():
             if self._closed:
                 return
             self._closed = True
@@ -257,7 +257,7 @@ class Pool:
             raise PoolClosed
 
     def _lend(self, nbytes: int) -> Grant:
-        with self._lock:
+        with self._lock():
             self._check_open()
             if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
                 self._reclaim()
@@ -334,7 +334,7 @@ class Lease:
 
         Raises PoolClosed; StreamCapturing.
         """
-        with self._pool._lock:
+        with self._pool._lock():
             self._pool._check_open()
             self._publish()
 
@@ -343,7 +343,7 @@ class Lease:
 
         Raises LeaseError when the lease has ended, PoolClosed.
         """
-        with self._pool._lock:
+        with self._pool._lock():
             self._pool._check_open()
             self._pool._ledger.check_lent(self.grant)
             self._pool._control.set_poison(self.grant.slot, self.grant.generation)
@@ -355,7 +355,7 @@ class Lease:
         it failed, `retract` would take back the first. PoolClosed.
         """
         columns = tuple(columns)
-        with self._pool._lock:
+        with self._pool._lock():
             self._pool._check_open()
             for column in columns:
                 if column in self._told:
@@ -368,7 +368,7 @@ class Lease:
 
     def retract(self, column: int) -> None:
         """The send to this consumer certainly did not happen. Raises LeaseError when it owes nothing."""
-        with self._pool._lock:
+        with self._pool._lock():
             self._pool._ledger.retract(self.grant, column)
             self._told.discard(column)
 
