@@ -272,6 +272,7 @@ def test_the_late_end_of_a_block_that_fails_harms_nobody_else(shop: Shop, monkey
     assert done == [1, 2]
 
 
+@pytest.mark.leaves("a use that an interrupt has lost keeps its pool mapped")
 def test_an_interrupt_leaves_no_lock_held(shop: Shop) -> None:
     """Wherever in a call it comes; what the call was about may be lost (docs/library.md)."""
 
