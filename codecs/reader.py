@@ -28,8 +28,9 @@ from tensorferry.codecs.memory.cuda_ipc import CudaImport
 from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
 from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.messages import Inline, Payload, Proxy
+from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
-from tensorferry.codecs.pool.pool import Attachment, Export, check_pidfd, is_dead, new_nonce
+from tensorferry.codecs.pool.pool import Attachment, Export, new_nonce
 from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of, nbytes_of
 
 

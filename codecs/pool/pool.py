@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Memory, Order
 from tensorferry.codecs.messages import Nonce, PoolDescription, Wire
+from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.statistics import PoolStatistics
@@ -404,20 +404,3 @@ def _close_all(fds: Sequence[int]) -> None:
 def new_nonce() -> int:
     """A random name that is never reused: a pool's, or one life of a process (1 .. 2^63-1)."""
     return secrets.randbits(62) + 1
-
-
-def check_pidfd(fd: int) -> None:
-    """Raise AttachRefused unless `fd` names a process: of anything else, `is_dead` would be nonsense.
-
-    Source: Linux, fs/pidfs.c and proc(5): the fdinfo of a pidfd, and of nothing else, has a line `Pid:`.
-    """
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as fdinfo:
-        if not any(line.startswith("Pid:") for line in fdinfo):
-            raise AttachRefused(f"descriptor {fd} is no pidfd")
-
-
-def is_dead(pidfd: int) -> bool:
-    """Whether the process behind a pidfd has ended (Linux pidfd_open(2): readable once it has)."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))

@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import tempfile
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -134,15 +133,12 @@ def nothing_left(deployment: Deployment) -> None:
 
 
 @pytest.fixture
-def hbm_comes_back(torch: Any) -> Iterator[None]:
+def hbm_comes_back(torch: Any, until: Callable[..., None]) -> Iterator[None]:
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(0)[0]
     yield
     torch.cuda.empty_cache()
-    until = time.monotonic() + 20
-    while (missing := before - torch.cuda.mem_get_info(0)[0]) > 32 * MIB and time.monotonic() < until:
-        time.sleep(0.05)
-    assert missing <= 32 * MIB
+    until(lambda: before - torch.cuda.mem_get_info(0)[0] <= 32 * MIB)
 
 
 # --- the processor --------------------------------------------------------------------------------------------

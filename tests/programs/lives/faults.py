@@ -11,8 +11,9 @@ from lives.stream import Stream
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Payload, Proxy
+from tensorferry.codecs.pidfd import is_dead
 from tensorferry.codecs.pool.ledger import Grant, Ledger, Words
-from tensorferry.codecs.pool.pool import Pool, is_dead
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.reader import Reader, _Import
 from tensorferry.codecs.tensors import View
 
