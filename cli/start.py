@@ -40,6 +40,7 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
     else:  # the supervisor has decided, and told its log
         deployment = load_deployment(file, settings)
         require_available(deployment)
+        telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
     ranks = ranks_of(deployment)[stage]
     if not 0 <= rank < ranks:
         raise click.BadParameter(
@@ -51,7 +52,6 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         raise ConfigError(str(file), None, "", problem)
     if deployment.transport == "auto":  # under a supervisor that is not ours
         deployment = settle(deployment)
-    telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
     main = import_module(f"tensorferry.stages.{stage}").main
     status = run_process(
         lambda stop: main(deployment, rank, stop),

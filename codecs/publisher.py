@@ -108,7 +108,8 @@ class Draft:
 
     def __enter__(self) -> Self:
         if self._used:
-            raise LeaseError(0, 0, "of a draft is for one block; make another draft")
+            slot, generation = (0, 0) if self._lease is None else self._lease.grant[:2]
+            raise LeaseError(slot, generation, "of a draft is for one block; make another draft")
         self._used = True
         lease = self._lease = self._publisher._lease(self._nbytes)
         try:

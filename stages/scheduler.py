@@ -285,17 +285,25 @@ class Scheduler:
         """What the engine makes of a batch, which it is spared once nobody waits for any of its requests."""
         patience_ns = max(admit.deadline_ns for admit, _, _ in batch) - time.monotonic_ns()
         call = self._call = asyncio.create_task(self._ask(batch))
-        deadline = asyncio.get_running_loop().call_later(max(0, patience_ns) / 1e9, call.cancel)
+        late = False
+
+        def give_up() -> None:
+            nonlocal late
+            late = True
+            call.cancel()
+
+        deadline = asyncio.get_running_loop().call_later(max(0, patience_ns) / 1e9, give_up)
         try:
             return await call
         except asyncio.CancelledError:
             if (ourselves := asyncio.current_task()) is not None and ourselves.cancelling():
                 raise
+            if late:  # their owners have given them up too, or are about to
+                for admit, _, _ in batch:
+                    self._over.add(admit.request, admit.attempt)
             self._stage.counters.count("batches_abandoned")
             log.info("abandoned", requests=len(batch))
-            for admit, _, _ in batch:  # their owners have given them up too, or are about to
-                self._over.add(admit.request, admit.attempt)
-            return [RuntimeError("the engine gave it up")] * len(batch)
+            return [RuntimeError("the engine gave it up")] * len(batch)  # told to whoever has not given it up
         except Exception as crash:
             self._stage.outlive(crash)
             log.exception("engine_crashed", requests=len(batch))

@@ -37,7 +37,7 @@ STICKY = frozenset(
 
 _STICKY_TEXTS = (
     *("illegal memory access", "misaligned address", "unspecified launch failure", "illegal instruction"),
-    *("device-side assert", "hardware stack error", "invalid program counter", "launch timed out", "contained"),
+    *("device-side assert", "hardware stack error", "invalid program counter", "launch timed out"),
     *("invalid address space", "uncorrectable ECC error", "uncorrectable NVLink error", "context is destroyed"),
 )
 

@@ -217,10 +217,8 @@ def _populate(mapping: mmap.mmap, start: int, length: int) -> None:
     """Make every page present and writable, as huge pages where the kernel will."""
     _advise(mapping, _MADV_DONTFORK, start, length)
     if not _advise(mapping, _MADV_POPULATE_WRITE, start, length):
-        for offset in range(
-            start, start + length, mmap.PAGESIZE
-        ):  # before Linux 5.14; fallocate has reserved the space
-            mapping[offset] = 0
+        for page in range(start, start + length, mmap.PAGESIZE):
+            mapping[page] = 0  # before Linux 5.14; fallocate has reserved the space
     _advise(mapping, _MADV_COLLAPSE, start, length)
 
 

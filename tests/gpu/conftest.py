@@ -50,6 +50,12 @@ def torch() -> Any:
     return torch
 
 
+@pytest.fixture
+def two_gpus(torch: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU is visible; this needs two")
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(
     torch: Any, belongings: Callable[[], Any], left: Callable[[Any], list[str]]

@@ -586,17 +586,12 @@ def test_detaching_holds_nobody_else_up(torch: Any, gpu_peer: Peer, connect_to: 
 # --- peer GPUs ----------------------------------------------------------------------------------------------------
 
 
-def two_gpus(torch: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU is visible; this needs two")
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("visible", ["0,1", "1", "1,0"])
+@pytest.mark.usefixtures("two_gpus")
 def test_a_consumer_on_a_peer_gpu(
     torch: Any, pool: Pool, start_peer: Callable[..., Peer], connect: Connect, until: Any, visible: str
 ) -> None:
-    two_gpus(torch)
     peer = start_peer("gpu_peer.py", "ignore", CUDA_VISIBLE_DEVICES=visible)
     peer.ask("start", visible.split(",").index("1"))
     column = connect(pool, peer)
@@ -610,19 +605,19 @@ def test_a_consumer_on_a_peer_gpu(
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("nbytes", [4 << 10, 64 << 10, MIB])
 @pytest.mark.parametrize("straight", [False, True], ids=["staged", "copied"])
+@pytest.mark.usefixtures("two_gpus")
 def test_10_000_items_to_a_peer_gpu(
     torch: Any, pool: Pool, start_peer: Callable[..., Peer], connect: Connect, straight: bool, nbytes: int
 ) -> None:
-    two_gpus(torch)
     peer = start_peer("gpu_peer.py", "ignore", CUDA_VISIBLE_DEVICES="1")
     column = connect(pool, peer)
     assert feed(torch, pool, peer, column, 10_000, nbytes, early=False, straight=straight) == 0
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_a_consumer_that_counts_the_gpus_differently_borrows(
     torch: Any, pool: Pool, start_peer: Callable[..., Peer], connect: Connect, until: Any
 ) -> None:
-    two_gpus(torch)
     peer = start_peer("gpu_peer.py", "ignore", CUDA_VISIBLE_DEVICES="1,0")
     column = connect(pool, peer)
     tensor = torch.randint(0, 256, (MIB,), dtype=torch.uint8, device="cuda")
@@ -631,10 +626,10 @@ def test_a_consumer_that_counts_the_gpus_differently_borrows(
     assert peer.ask("read", encode(payload)) == ["uint8", [MIB], digest(tensor)]
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_l12_a_consumer_on_a_peer_gpu_killed_mid_copy(
     torch: Any, start_peer: Callable[..., Peer], connect: Connect, until: Any
 ) -> None:
-    two_gpus(torch)
     with Pool.create(1024 * MIB, 64, memory="cuda_ipc") as pool:
         peer = start_peer("gpu_peer.py", "ignore", CUDA_VISIBLE_DEVICES="1")
         column = connect(pool, peer)

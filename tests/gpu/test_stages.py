@@ -189,11 +189,8 @@ async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     nothing_left(deployment)
 
 
-async def test_l10_an_encoder_on_a_peer_gpu_stages_locally(
-    torch: Any, deploy: Callable[..., tuple[Deployment, Path]]
-) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs are needed")
+@pytest.mark.usefixtures("two_gpus")
+async def test_l10_an_encoder_on_a_peer_gpu_stages_locally(deploy: Callable[..., tuple[Deployment, Path]]) -> None:
     deployment, file = deploy(encoders=2, encoder_devices=[1, 0])
     async with running(deployment, file) as (_, client):
         assert (await ask(client, [photo(90 + 9 * n, 200, n) for n in range(20)]))["cuda_ipc"] == 27
