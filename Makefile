@@ -20,6 +20,7 @@ check: $(STAMP)  ## ruff, format, mypy, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks
 	$(BIN)/lint-imports
 
 test: check  ## check, then every test

@@ -18,6 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -52,8 +54,7 @@ def receive(line: socket.socket) -> bytes:
 
 
 def consume(line: socket.socket) -> None:
-    import torch
-
+    torch: Any = import_module("torch")
     torch.cuda.init()
     with Reader(device=torch.cuda.current_device()) as reader:
         packet, fds, _, _ = socket.recv_fds(line, 4096, 8, socket.MSG_CMSG_CLOEXEC)
@@ -99,7 +100,7 @@ def _speeds(torch: Any, reader: Reader, proxy: Proxy, own: Any, count: int, stre
             copy()
         end.record(stream)
         end.synchronize()
-        return count * own.nbytes / begin.elapsed_time(end) / 1e6
+        return float(count * own.nbytes / begin.elapsed_time(end) / 1e6)
 
     other = torch.empty_like(own.torch())
     imported = reader._pools[proxy.pool]
@@ -206,9 +207,9 @@ class Bench:
         calls: Counter[str] = Counter()
         call = Driver.call
 
-        def traced(driver: Driver, name: str, *arguments: Any) -> Any:
+        def traced(self: Driver, name: str, *arguments: Any) -> Any:
             calls[name] += 1
-            return call(driver, name, *arguments)
+            return call(self, name, *arguments)
 
         Driver.call = traced  # type: ignore[method-assign]
         try:
@@ -242,6 +243,39 @@ def bench(torch: Any, nbytes: int, **environment: str) -> Iterator[Bench]:
                 process.wait()
 
 
+def host_pool(torch: Any, source: Any, rounds: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """GB/s of a GPU writing into a pool of host memory, and of one copying out of it, each beside a raw pinned copy."""
+    here = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(source)
+    into = view_of(there)
+    stream = torch.cuda.current_stream()
+    found: dict[str, list[float]] = {"to": [], "raw to": [], "from": [], "raw from": []}
+
+    def timed(name: str, copy: Callable[[], object]) -> None:
+        stream.synchronize()
+        started = time.monotonic()
+        copy()
+        stream.synchronize()
+        found[name].append(source.nbytes / (time.monotonic() - started) / 1e9)
+
+    with Pool.create(source.nbytes, 8, device=0) as pool, Reader(device=0) as reader:
+        column = pool.admit(*reader.attach(*pool.export()))
+        for _ in range(rounds):
+            timed("raw to", lambda: here.copy_(source, non_blocking=True))
+            timed("raw from", lambda: there.copy_(here, non_blocking=True))
+            with Publisher(pool).draft([("uint8", (source.nbytes,))]) as draft:
+                [view] = draft.views
+                timed("to", partial(view.torch().copy_, source, non_blocking=True))
+                [proxy] = draft.dispatch(column, [])
+            assert isinstance(proxy, Proxy)
+            while not reader.is_ready(proxy):
+                pass
+            timed("from", partial(reader.copy, proxy, into))
+            pool.reclaim()
+    to, raw_to, out, raw_out = (statistics.median(speeds) for speeds in found.values())
+    return (to, raw_to), (out, raw_out)
+
+
 def measure(torch: Any, scale: float) -> dict[str, Any]:
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
 
@@ -272,6 +306,9 @@ def measure(torch: Any, scale: float) -> dict[str, Any]:
         it.finish()
     with bench(torch, 64 * MIB) as it:
         found["64 MiB staged to host, GB/s (ours, raw pinned)"] = it.staging(huge, 20)
+    into, out_of = host_pool(torch, huge, 20)
+    found["64 MiB into a host pool, GB/s (ours, raw pinned)"] = into
+    found["64 MiB out of a host pool, GB/s (ours, raw pinned)"] = out_of
     if torch.cuda.device_count() > 1:
         with bench(torch, 1024 * MIB, CUDA_VISIBLE_DEVICES="1") as it:
             it.publish("speed", huge, True, 2 * (1 + COPIES))
@@ -294,9 +331,8 @@ def main() -> None:
         with socket.socket(fileno=options.consumer) as line:
             consume(line)
         return
-    import torch
-
-    runs = [lambda: measure(torch, options.scale)]
+    torch: Any = import_module("torch")
+    runs: list[Callable[[], dict[str, Any]]] = [lambda: measure(torch, options.scale)]
     if options.peer:
         runs.append(lambda: gpu_rival.measure(torch, options.peer, options.scale))
     rounds = [run() for _ in range(ROUNDS) for run in runs]

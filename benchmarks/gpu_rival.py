@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -76,8 +77,7 @@ def receive(line: socket.socket) -> bytes:
 
 
 def consume(line: socket.socket, folder: str) -> None:
-    import torch
-
+    torch: Any = import_module("torch")
     theirs = transport(folder)
     torch.cuda.init()
     handle = tuple(decode(receive(line)))
@@ -125,12 +125,12 @@ class Bench:
         receive(self.line)
 
     def one_in_flight(self, source: Any, rounds: int) -> float:
-        times = []
+        times: list[float] = []
         for number in range(rounds):
             self.torch.cuda.current_stream().synchronize()
             started = time.monotonic_ns()
             self.publish(source, True)
-            ended = decode(receive(self.line))
+            ended: int = decode(receive(self.line))
             if number >= rounds // 10:
                 times.append((ended - started) / 1e3)
         return statistics.median(times)

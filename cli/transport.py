@@ -15,7 +15,7 @@ from tensorferry.codecs.facts import Facts
 from tensorferry.codecs.probe import gather
 from tensorferry.codecs.transport import GPU_TRANSPORTS, Decision, Wanted, decide, startup_fields
 from tensorferry.pipeline import telemetry
-from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.config import Deployment, names_gpus, require_available
 from tensorferry.pipeline.migration import Deprecation
 from tensorferry.pipeline.yamlfile import apply_overrides, read
 from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
@@ -42,10 +42,13 @@ def load_to_run(
         decided = settle(deployment, environ)
     except ConfigError as problem:  # raised by one who knows the key, not the file
         raise apply_overrides(read(file), settings).error(problem.problem, (problem.key,)) from problem
-    if decided.transport == deployment.transport:
-        return decided, tuple(settings)
-    others = [setting for setting in settings if setting.partition("=")[0].strip() != "transport"]
-    return decided, (*others, f"transport={decided.transport}")
+    changed: dict[str, str] = {}
+    if decided.transport != deployment.transport:
+        changed["transport"] = decided.transport
+    if decided.gpus != deployment.gpus:
+        changed["gpus"] = "false"
+    kept = [setting for setting in settings if setting.partition("=")[0].strip() not in changed]
+    return decided, (*kept, *(f"{key}={value}" for key, value in changed.items()))
 
 
 def settle(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> Deployment:
@@ -55,10 +58,12 @@ def settle(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> D
     ConfigError where the deployment explicitly asks for what will not work.
     """
     wanted = wanted_by(deployment)
-    facts = gather(environ, cuda=wanted.transport == "auto" or wanted.transport in GPU_TRANSPORTS)
+    may_need_cuda = wanted.transport in ("auto", *GPU_TRANSPORTS) or (wanted.transport == "shm" and wanted.gpus_named)
+    facts = gather(environ, cuda=bool(may_need_cuda))
     decision = decide(wanted, facts)
     _tell(decision, facts, deployment)
-    return msgspec.structs.replace(deployment, transport=decision.transport)
+    gpus = deployment.gpus and not decision.gpus_unused
+    return msgspec.structs.replace(deployment, transport=decision.transport, gpus=gpus)
 
 
 def wanted_by(deployment: Deployment) -> Wanted:
@@ -72,6 +77,8 @@ def wanted_by(deployment: Deployment) -> Wanted:
         multimodal=takes_media(adapter),
         opted_in=vmm and supports_cuda_vmm_feature_transport(adapter),
         disaggregated=deployment.disaggregation != "none",
+        gpus=deployment.gpus,
+        gpus_named=tuple(names_gpus(deployment)),
     )
 
 
@@ -87,3 +94,5 @@ def _tell(decision: Decision, facts: Facts, deployment: Deployment) -> None:
         handle_cache=deployment.pool.handle_cache,
     )
     log.info("transport_chosen", **fields)
+    if decision.gpus_unused:
+        log.warning("gpus_unused", settings=names_gpus(deployment), reason=decision.gpus_unused)

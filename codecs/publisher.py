@@ -37,11 +37,11 @@ class Publisher:
     ) -> None:
         """pool: None sends everything inline. on_fallback: called at each draft the full pool had no room for.
 
-        inline_below_nbytes: 32 KiB by default; 0 for a pool in GPU memory, from where inline is the longer way.
+        inline_below_nbytes: 32 KiB by default; 0 for a pool that a GPU writes, from where inline is the longer way.
         """
         self.pool = pool
         if inline_below_nbytes is None:
-            inline_below_nbytes = 32 << 10 if pool is None or pool.description.memory == "host" else 0
+            inline_below_nbytes = 32 << 10 if pool is None or pool.on_host else 0
         self._inline_below_nbytes = inline_below_nbytes
         self._on_fallback = on_fallback
         self._scratch = Scratch()

@@ -27,6 +27,7 @@ from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_ipc import CudaImport
 from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
 from tensorferry.codecs.memory.memory import Memory, Order
+from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
@@ -40,9 +41,10 @@ class Reader:
     def __init__(self, consumer: int | None = None, *, device: int | None = None, cache_handles: bool = True) -> None:
         """consumer: the epoch of this process, random by default.
 
-        device: where to have views of pools in GPU memory, as torch counts. None: where the pool is, if this process
-        sees that GPU, else on the device that is current at `attach`. On another GPU than the pool's a view is a local
-        copy. cache_handles: keep such pools mapped; False maps them for each open and then waits for its stream.
+        device: the GPU to have views on, as torch counts. None: in host memory for a pool of host memory; for one of
+        GPU memory where that is, if this process sees that GPU, else on the device that is current at `attach`. Where
+        the pool lies elsewhere a view is a local copy. cache_handles: keep pools of other processes' GPU memory mapped;
+        False maps them for each open and then waits for its stream.
         """
         self.consumer = consumer or new_nonce()
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
@@ -75,7 +77,7 @@ class Reader:
         """Map a peer's pool; takes over the descriptors that came with the export.
 
         Returns what `Pool.admit` needs, with descriptors (ack page, this process) that the caller closes once
-        they are sent. Raises AttachRefused, for a pool in GPU memory NoDriver or CudaError, having closed everything.
+        they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, having closed everything.
         """
         description = export.description
         with ExitStack() as undo, ExitStack() as received:
@@ -90,7 +92,7 @@ class Reader:
             check_pidfd(fds[-1])
             memory: Memory
             if gpu is None:
-                memory = HostSegment.attach(fds[0], description.nbytes)
+                memory = self._host(fds[0], description.nbytes)
             else:
                 memory = CudaImport.attach(gpu, description.nbytes, ordinal=self._device, cached=self._cache_handles)
             undo.callback(memory.close)
@@ -112,6 +114,11 @@ class Reader:
                 self._pools[description.pool] = _Import(memory, control, acks, description.slots, producer)
             undo.pop_all()
         return Attachment(description.pool, self.consumer), sent
+
+    def _host(self, fd: int, nbytes: int) -> Memory:
+        if self._device is None:
+            return HostSegment.attach(fd, nbytes)
+        return RegisteredSegment.attach(fd, nbytes, self._device)
 
     def detach(self, pool: int) -> None:
         """Forget a pool; its memory is unmapped here once no block has it open. No-op for one that is not attached.
@@ -154,9 +161,9 @@ class Reader:
         LeaseNotReady (see `is_ready`), PeerGone, BadTensor, UnsupportedDtype; for Inline also BadMessage. A
         failed open of a living lease counts as its release too, so that one bad reader wedges nobody.
 
-        Of a pool in GPU memory: queue the reads on the stream that is current here, or `View.join` them; the
-        acknowledgement goes into that stream behind them. From another GPU the view is a local copy, and the release
-        follows the copy at once. Raises StreamCapturing, also at the block's end: the release is then still owed.
+        A view on a GPU: queue the reads on the stream that is current here, or `View.join` them; the acknowledgement
+        goes into that stream behind them. Of a pool elsewhere the view is a local copy, and the release follows the
+        copy at once. Raises StreamCapturing, also at the block's end: the release is then still owed.
         """
         if isinstance(payload, Inline):
             yield open_inline(payload, frames)
@@ -173,7 +180,7 @@ class Reader:
     def copy(self, payload: Payload, into: View, frames: Sequence[Buffer] = ()) -> None:
         """Copy a payload into memory of the caller's own, such as rows of a batch, and release it; raises as `open`.
 
-        From another GPU this is one copy, where `open` and then copying from the view is two.
+        From a pool elsewhere this is one copy, where `open` and then copying from the view is two.
         """
         if isinstance(payload, Inline):
             into.copy_from(open_inline(payload, frames))

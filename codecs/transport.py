@@ -31,6 +31,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     multimodal: bool = True  #: False: the model takes text alone, so there is nothing to pool
     opted_in: bool = False  #: the model's supports_cuda_vmm_feature_transport
     disaggregated: bool = False  #: prefill and decode run apart
+    gpus: bool = True  #: False: no process is to work on a GPU
+    gpus_named: tuple[str, ...] = ()  #: keys that name GPUs for a stage, `encoder.devices` and the like
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -52,6 +54,7 @@ class Decision(msgspec.Struct, frozen=True):
     refusals: tuple[Refusal, ...] = ()
     handle: str = ""
     base_gpu: str = ""  #: name and UUID of the GPU the pool lies in
+    gpus_unused: str = ""  #: why no stage works on a GPU though some name one; "": they do, or none names one
 
 
 def decide(wanted: Wanted, facts: Facts, available: Set[Transport] = AVAILABLE) -> Decision:
@@ -66,23 +69,28 @@ def decide(wanted: Wanted, facts: Facts, available: Set[Transport] = AVAILABLE) 
         problem = f"{refusal.rung} will not work here: {refusal}"
         raise ConfigError("deployment", None, "transport", problem)
     if not wanted.multimodal:
-        return Decision("cpu", TEXT_ONLY)
+        return _without_pool(TEXT_ONLY, (), wanted)
     return _taken(wanted.transport, "the deployment file asks for it", (), wanted, facts)
 
 
+CPU_OPENS_NONE = "with transport: cpu no process opens a CUDA context"
 TEXT_ONLY = "the model takes text alone, so no pool is reserved"
 
 
 def _automatic(wanted: Wanted, facts: Facts, available: Set[Transport]) -> Decision:
     if not wanted.multimodal:
-        return Decision("cpu", TEXT_ONLY)
+        return _without_pool(TEXT_ONLY, (), wanted)
     refusals: list[Refusal] = []
     for rung in _ladder(wanted, facts):
         refusal = _unwise(rung, wanted) or obstacle(rung, wanted, facts) or not_yet(rung, available)
         if refusal is None:
             return _taken(rung, _why(rung, facts), tuple(refusals), wanted, facts)
         refusals.append(refusal)
-    return Decision("cpu", "every pool was refused, so tensors travel inside messages", tuple(refusals))
+    return _without_pool("every pool was refused, so tensors travel inside messages", tuple(refusals), wanted)
+
+
+def _without_pool(reason: str, refusals: tuple[Refusal, ...], wanted: Wanted) -> Decision:
+    return Decision("cpu", reason, refusals, gpus_unused=CPU_OPENS_NONE if wanted.gpus_named else "")
 
 
 def _ladder(wanted: Wanted, facts: Facts) -> tuple[Transport, ...]:
@@ -104,15 +112,19 @@ def _why(rung: Transport, facts: Facts) -> str:
 
 def _taken(transport: Transport, reason: str, refusals: tuple[Refusal, ...], wanted: Wanted, facts: Facts) -> Decision:
     handles = {
-        "cpu": "",
         "shm": "memfd",
         "cuda_ipc": "CUDA IPC",
         "cuda_vmm": "CUDA FABRIC" if wanted.nodes > 1 else "POSIX FD",
     }
+    if transport == "cpu":
+        return _without_pool(reason, refusals, wanted)
+    gpus_unused = ""
+    if transport == "shm" and wanted.gpus_named and (found := _cuda(facts)) is not None:
+        gpus_unused = found[0]
     base_gpu = ""
     if transport in GPU_TRANSPORTS and facts.cuda is not None:
         base_gpu = f"{facts.cuda.gpus[0].name} {facts.cuda.gpus[0].uuid}"
-    return Decision(transport, reason, refusals, handles[transport], base_gpu)
+    return Decision(transport, reason, refusals, handles[transport], base_gpu, gpus_unused)
 
 
 def startup_fields(
@@ -165,7 +177,11 @@ Found = tuple[str, str] | None  #: reason and remedy
 
 def _unwise(rung: Transport, wanted: Wanted) -> Refusal | None:
     """What `auto` keeps away from, though somebody who asks for it gets it."""
-    if rung not in GPU_TRANSPORTS or not wanted.disaggregated:
+    if rung not in GPU_TRANSPORTS:
+        return None
+    if not wanted.gpus:
+        return Refusal(rung, "no stage is to work on a GPU (gpus: false)", "leave gpus away")
+    if not wanted.disaggregated:
         return None
     return Refusal(rung, "prefill and decode are disaggregated", f"set transport: {rung} if every reader can import it")
 
@@ -182,6 +198,11 @@ def _shm(wanted: Wanted, facts: Facts) -> Found:
             f"sealed memory cannot be made and passed between processes ({facts.host.memfd})",
             "allow memfd_create, pidfd_open and sendmsg in the container's seccomp profile and leave it some memory, "
             "or use cpu",
+        )
+    if wanted.transport == "shm" and wanted.gpus_named and (found := _cuda(facts)) is not None:
+        return (
+            f"{wanted.gpus_named[0]} names a GPU, and {found[0]}",
+            f"{found[1]}; or leave {wanted.gpus_named[0]} away",
         )
     return None
 

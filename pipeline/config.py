@@ -19,10 +19,11 @@ from tensorferry.pipeline.migration import Tell, migrated
 from tensorferry.pipeline.yamlfile import apply_overrides, emit, read
 
 MIB = 1 << 20
+STAGES = ("tokenizer", "encoder", "scheduler")
 Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
 NonNegative = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
-#: With a GPU transport: the GPUs, as CUDA counts them, that the ranks of a stage take in turn.
+#: The GPUs, as CUDA counts them, that the ranks of a stage take in turn.
 Devices = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1024)], ...], Meta(min_length=1, max_length=1024)]
 BudgetMb = Annotated[int, Meta(ge=1, lt=1 << 20)]  #: a proxy's offset is below 1 TiB
 
@@ -43,7 +44,7 @@ class TokenizerSpec(Spec, frozen=True):
     threads: Annotated[int, Meta(ge=1, le=256)] = 2  #: decode and resize threads of each worker
     processor: str = "qwen2-vl"
     vocabulary: str | None = None  #: path of a tokenizer.json; None: the bundled byte-level one
-    devices: Devices = (0,)
+    devices: Devices | None = None  #: None: the first GPU with a GPU transport, else none
     options: dict[str, str | int | float | bool] = {}  #: the processor's own keys (min_pixels, max_pixels, ...)
 
 
@@ -51,7 +52,7 @@ class EncoderSpec(Spec, frozen=True):
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
     assignment: Literal["balanced"] = "balanced"
     threads: Annotated[int, Meta(ge=1, le=256)] = 1  #: compute threads of each rank
-    devices: Devices = (0,)
+    devices: Devices | None = None
 
 
 class SchedulerSpec(Spec, frozen=True):
@@ -60,7 +61,7 @@ class SchedulerSpec(Spec, frozen=True):
     attention_tp_size: Annotated[int, Meta(ge=1, le=64)] = 1  #: divides tp_size
     engine: str = "discard"
     batch_tokens: Positive = 65536  #: token budget of one batch; a single larger request runs alone
-    devices: Devices = (0,)
+    devices: Devices | None = None
     options: dict[str, str | int | float | bool] = {}  #: the engine's own keys (service_ms, ...)
 
 
@@ -107,6 +108,7 @@ class TelemetrySpec(Spec, frozen=True):
 class Deployment(Spec, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     transport: Literal["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"] = "auto"
+    gpus: bool = True  #: False: no stage works on a GPU, whatever `devices` it has
     nodes: Positive = 1
     pp_size: Positive = 1  #: pipeline-parallel size of the engine behind the schedulers; cuda_vmm needs 1
     disaggregation: Literal["none", "prefill_decode"] = "none"  #: of that engine; `auto` then keeps off the GPU pools
@@ -162,11 +164,19 @@ def load(
 
 
 def device_of(deployment: Deployment, stage: str, rank: int) -> int | None:
-    """The GPU that a rank's pool and views lie on; None with a transport that needs none."""
-    if deployment.transport not in GPU_TRANSPORTS:
-        return None
+    """The GPU that a rank works on; None for one that opens no CUDA context, as with `transport: cpu` nobody does."""
     spec: TokenizerSpec | EncoderSpec | SchedulerSpec = getattr(deployment, stage)
-    return spec.devices[rank % len(spec.devices)]
+    devices = spec.devices or ((0,) if deployment.transport in GPU_TRANSPORTS else None)
+    if devices is None or not deployment.gpus or deployment.transport == "cpu":
+        return None
+    return devices[rank % len(devices)]
+
+
+def names_gpus(deployment: Deployment) -> list[str]:
+    """The keys of a deployment that name GPUs for a stage, which is then to use them."""
+    if not deployment.gpus:
+        return []
+    return [f"{stage}.devices" for stage in STAGES if getattr(deployment, stage).devices is not None]
 
 
 def tokenizer_pool_nbytes(deployment: Deployment) -> int:
@@ -234,6 +244,11 @@ def _contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
         yield (
             f"cuda_vmm needs pp_size 1, not {d.pp_size}; use cuda_ipc, shm, cpu or auto",
             [("transport",), ("pp_size",)],
+        )
+    if d.transport in GPU_TRANSPORTS and not d.gpus:
+        yield (
+            f"false, beside transport: {d.transport}; use shm, cpu or auto, or leave gpus away",
+            [("gpus",), ("transport",)],
         )
     port, processes = d.telemetry.prometheus_port, _processes(d)
     if port is not None and port + processes - 1 > 65535:

@@ -22,6 +22,7 @@ from tensorferry.codecs.memory.cuda_driver import context_is_lost
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline import broker, telemetry
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.config import Deployment, PoolSpec, device_of
@@ -63,7 +64,7 @@ class Stage:
     counters: telemetry.Counters
     limits: Limits
     tasks: asyncio.TaskGroup
-    device: int | None  #: the GPU this process works on; None: it needs none
+    device: int | None  #: the GPU this process works on, wherever its pool is; None: it needs none
     in_flight: Callable[[], int] = field(default=lambda: 0)  #: set by the stage, for heartbeats
 
     @property
@@ -183,14 +184,13 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             attach=lambda announcement: _attach(tasks, peers, reader, attaching, announcement),
             quarantine_s=deployment.timeouts.quarantine_s,
             capabilities=("pool", deployment.transport) if share is not None else (),
-            needs=deployment.transport if device is not None else "",
+            needs=deployment.transport if deployment.transport in GPU_TRANSPORTS else "",
         )
         pool = None
         if share is not None:
             make = partial(Pool.create, share.nbytes, share.slots, producer=origin.epoch)
-            if device is not None:
-                make = partial(make, memory="cuda_ipc", device=device)
-            pool = undo.enter_context(await _made(make))
+            memory = deployment.transport if deployment.transport in GPU_TRANSPORTS else "host"
+            pool = undo.enter_context(await _made(partial(make, memory=memory, device=device)))
         publisher = Publisher(
             pool,
             # From a GPU inline is the longer way, for tensors of any size.

@@ -119,8 +119,7 @@ class Encoder:
                 self._stage.counters.count("jobs_late")
                 return []
             owned = self._owned(job)
-            if self._stage.device is not None:
-                await wait_ready(self._stage.reader, features.payloads, self._stage.deployment.timeouts.ready_s)
+            await wait_ready(self._stage.reader, features.payloads, self._stage.deployment.timeouts.ready_s)
             outputs = Outputs(self._stage, owned, embeddings)
             await run_to_end(self._thread, lambda: self._adapter.encode(owned, features.load, outputs.out))
             return outputs.finished()

@@ -24,7 +24,7 @@ from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.stage import Stage, opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
-from tensorferry.stages.staging import wait_ready
+from tensorferry.stages.staging import unready, wait_ready
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
@@ -153,22 +153,28 @@ class Scheduler:
     def _arrived(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
         """Collect embeddings: small ones now; large ones, and those that a GPU may still write, beside the loop."""
         over = self._over.covers(message.request, message.attempt)
-        elements = sum(prod(output.payload.shape) for item in message.items for output in item.outputs)
-        if self._stage.device is None and elements < COPY_BESIDE:
-            self._file(message, over, *self._copied(message, frames, over))
-        else:
-            self._stage.tasks.create_task(self._collect(message, frames, over), name="collect")
-
-    async def _collect(self, message: wire.Embeddings, frames: Sequence[Buffer], over: bool) -> None:
         payloads = [output.payload for item in message.items for output in item.outputs]
+        large = sum(prod(payload.shape) for payload in payloads) >= COPY_BESIDE
+        if large or self._stage.device is not None or not self._are_written(payloads):
+            collecting = self._collect(message, payloads, frames, over)
+            self._stage.tasks.create_task(collecting, name="collect")
+        else:
+            self._file(message, over, *self._copied(message, frames, over))
+
+    def _are_written(self, payloads: Sequence[wire.Payload]) -> bool:
+        with suppress(FerryError):  # said again, of its payload alone, when that is opened
+            return unready(self._stage.reader, payloads) is None
+        return True
+
+    async def _collect(
+        self, message: wire.Embeddings, payloads: Sequence[wire.Payload], frames: Sequence[Buffer], over: bool
+    ) -> None:
         copy = partial(self._copied, message, frames, over)
         with self._stage.alone():
-            if self._stage.device is None:
-                copied = await run_to_end(self._copier, copy)
-            else:
-                with suppress(FerryError):  # said again, of its payload alone, when that is opened
-                    await wait_ready(self._stage.reader, payloads, self._stage.deployment.timeouts.ready_s)
-                copied = copy()  # which only tells the GPU to
+            with suppress(FerryError):  # as in `_are_written`
+                await wait_ready(self._stage.reader, payloads, self._stage.deployment.timeouts.ready_s)
+            # On a GPU it only tells the GPU to.
+            copied = await run_to_end(self._copier, copy) if self._stage.device is None else copy()
             self._file(message, over, *copied)
 
     def _copied(

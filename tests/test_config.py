@@ -16,6 +16,7 @@ from tensorferry.pipeline.config import (
     MIB,
     Deployment,
     Spec,
+    device_of,
     encoder_pool_nbytes,
     load,
     require_available,
@@ -440,6 +441,23 @@ def test_without_pools_there_are_no_shares():
     assert tokenizer_pool_nbytes(deployment) == encoder_pool_nbytes(deployment) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("transport: shm\n", [None] * 4),
+        ("transport: cuda_ipc\n", [0] * 4),
+        ("transport: shm\nencoder: {ranks: 3, devices: [1, 0]}\n", [None, 1, 0, 1]),
+        ("transport: cuda_ipc\nencoder: {ranks: 3, devices: [1, 0]}\n", [0, 1, 0, 1]),
+        ("transport: shm\ngpus: false\nencoder: {ranks: 3, devices: [1, 0]}\n", [None] * 4),
+        ("transport: cpu\nencoder: {ranks: 3, devices: [1, 0]}\n", [None] * 4),
+    ],
+)
+def test_which_gpu_a_rank_works_on(write, text: str, devices: list[int | None]) -> None:
+    deployment = load(write(f"name: a\n{text}"))
+    found = [device_of(deployment, "tokenizer", 0), *(device_of(deployment, "encoder", rank) for rank in range(3))]
+    assert found == devices
+
+
 def test_a_largest_item_over_the_inline_limit_is_refused(write, refusal):
     text = "name: a\ntokenizer:\n  options: {max_pixels: 99}\nlimits:\n  item_mb: 1\n  request_mb: 2\n"
     load(write(text), largest_item_nbytes=lambda deployment: 2 * MIB)
@@ -583,3 +601,10 @@ def test_a_document_made_by_hand_decodes_too():
     with pytest.raises(ConfigError) as caught:
         document.decode(Switches)
     assert str(caught.value).startswith("dict: rate: expected a number, got fast (text)")
+
+
+def test_a_pool_in_gpu_memory_needs_gpus(refusal) -> None:
+    problem = refusal("name: a\ntransport: cuda_ipc\ngpus: false\n")
+    assert str(problem).endswith(
+        ":3: gpus: false, beside transport: cuda_ipc; use shm, cpu or auto, or leave gpus away"
+    )

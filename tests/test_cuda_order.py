@@ -6,29 +6,39 @@ every order between two streams and the host can be looked at.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import numpy as np
 import pytest
 
+from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import LeaseNotReady, StaleLease, StreamCapturing
 from tensorferry.codecs.memory.cuda_device import StreamOrder
 from tensorferry.codecs.memory.cuda_driver import CudaError
 from tensorferry.codecs.memory.cuda_ipc import CudaImport, CudaSegment
+from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.memory.memory import GpuHandle
+from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import PoolDescription, Proxy
 from tensorferry.codecs.pool import control as control_module
 from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
+from tensorferry.stages.scheduler import Scheduler
+from tensorferry.stages.tombstones import Tombstones
 
 NBYTES = 1 << 16
+DEVICE_POINTER = 0x3000
 
 
 class HandDrivenGpu:
@@ -40,6 +50,7 @@ class HandDrivenGpu:
         self.uuid: UUID = uuid4()
         self.current = 1  #: stream
         self.capturing: set[int] = set()
+        self.blocking = True  #: streams wait for the default one's work too, so none is known to be idle
         self.calls: list[str] = []
         self.refusals: deque[CudaError] = deque()  #: of the next copies
         self._steps: defaultdict[int, deque[Callable[[], bool]]] = defaultdict(deque)
@@ -69,7 +80,9 @@ class HandDrivenGpu:
         return order
 
     def over(self, pointer: int, nbytes: int) -> Any:
-        return self.bytes[:nbytes]
+        if pointer == DEVICE_POINTER:
+            return self.bytes[:nbytes]
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))  # registered host memory
 
     def empty(self, nbytes: int, stream: int) -> Any:
         return Tensor(nbytes)
@@ -79,7 +92,6 @@ class HandDrivenGpu:
     # --- as the driver
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> int:
-        assert not read_only
         return address
 
     def unregister(self, address: int) -> None: ...
@@ -91,6 +103,12 @@ class HandDrivenGpu:
 
     def ipc_close(self, pointer: int) -> None:
         assert pointer == 0x1000
+
+    def write_word_if_busy(self, stream: int, pointer: int, value: int) -> bool:
+        if not self.blocking and not self._steps[stream]:
+            return False
+        self.write_word(stream, pointer, value)
+        return True
 
     def write_word(self, stream: int, pointer: int, value: int) -> None:
         def store() -> bool:
@@ -166,7 +184,7 @@ def shop(gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
     monkeypatch.setattr(CudaImport, "attach", attach)
     monkeypatch.setattr(control_module, "STORES_S", 0.01)
     description = PoolDescription(new_nonce(), "cuda_ipc", NBYTES, 8)
-    segment = CudaSegment(gpu, 0x3000, NBYTES, os.urandom(64))  # type: ignore[arg-type]
+    segment = CudaSegment(gpu, DEVICE_POINTER, NBYTES, os.urandom(64))  # type: ignore[arg-type]
     page = ControlPage.create(8, description.pool, 7)
     segment.adopt(page)
     with Pool(segment, page, description, 7) as pool, Reader() as reader:
@@ -180,6 +198,20 @@ def test_ready_is_stored_by_the_stream_that_writes(shop: Shop) -> None:
     assert not shop.reader.is_ready(proxy)
     shop.gpu.current = 2  # whatever is current by then
     shop.gpu.run(2)
+    assert not shop.reader.is_ready(proxy)
+    shop.gpu.run(1)
+    assert shop.reader.is_ready(proxy)
+
+
+def test_a_stream_with_nothing_to_do_is_spared_the_trip(shop: Shop) -> None:
+    shop.gpu.blocking = False
+    proxy = shop.publish()
+    assert shop.reader.is_ready(proxy)
+    with shop.reader.open(proxy):
+        pass
+    assert shop.out() == 0
+    shop.gpu.write_word(1, shop.gpu.bytes.ctypes.data, 1)  # somebody's work
+    proxy = shop.publish()
     assert not shop.reader.is_ready(proxy)
     shop.gpu.run(1)
     assert shop.reader.is_ready(proxy)
@@ -299,3 +331,85 @@ def test_r10_a_lost_context_is_not_tried_again(gpu: HandDrivenGpu, imported: Cud
         imported.lend(0, 100, gpu.order())
     assert problem.value.sticky
     assert gpu.calls == ["ipc_open", "copy"]
+
+
+# --- host memory that a GPU writes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host_shop(gpu: HandDrivenGpu) -> Iterator[Shop]:
+    """A producer on the GPU, whose pool is the host's; a consumer without one."""
+    host = HostSegment.create(NBYTES, "test")
+    segment = RegisteredSegment(host, gpu, host.data.ctypes.data, borrowed=True)  # type: ignore[arg-type]
+    description = PoolDescription(new_nonce(), "host", NBYTES, 8)
+    page = ControlPage.create(8, description.pool, 7)
+    segment.adopt(page)
+    with Pool(segment, page, description, 7) as pool, Reader() as reader:
+        yield Shop(gpu, pool, reader)
+        gpu.run(1)
+
+
+def test_a_host_pool_that_a_gpu_writes_is_ready_when_the_gpu_says_so(host_shop: Shop) -> None:
+    with host_shop.pool.lease(100) as lease:
+        lease.data[:] = 7
+        lease.dispatch((host_shop.column,))
+    slot, generation, offset, _ = lease.grant
+    proxy = Proxy(host_shop.pool.description.pool, slot, generation, offset, CODES["uint8"], (100,), 1, 1)
+    assert not host_shop.reader.is_ready(proxy)
+    assert not host_shop.pool.on_host
+    host_shop.gpu.run(1)
+    with host_shop.reader.open(proxy) as view:
+        assert view.on_host
+        assert view.numpy().tolist() == [7] * 100
+    assert host_shop.out() == 0
+
+
+async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop) -> None:
+    filed: list[Any] = []
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        scheduler = object.__new__(Scheduler)
+        timeouts = SimpleNamespace(ready_s=5.0)
+        scheduler._stage = SimpleNamespace(  # type: ignore[assignment]
+            reader=host_shop.reader,
+            device=None,
+            tasks=tasks,
+            alone=nullcontext,
+            deployment=SimpleNamespace(timeouts=timeouts),
+        )
+        scheduler._over = Tombstones()
+        scheduler._file = lambda *arguments: filed.append(arguments[2:])  # type: ignore[method-assign]
+        with ThreadPoolExecutor(1) as scheduler._copier:
+            proxy = host_shop.publish()
+            embedding = wire.Embedding(0, 100, (wire.Output("embeddings", proxy),))
+            origin = wire.Origin("encoder", 0, 7)
+            scheduler._arrived(wire.Embeddings(bytes(16), 0, 7, origin, (embedding,), ()), [])
+            await asyncio.sleep(0)
+            assert filed == []
+            host_shop.gpu.run(1)
+            while not filed:  # noqa: ASYNC110  (a thread files it)
+                await asyncio.sleep(0.001)
+    [(arrived, problem)] = filed
+    assert problem is None
+    assert arrived[0]["embeddings"].shape == (100,)
+    assert host_shop.out() == 0
+
+
+def test_a_reader_with_a_gpu_copies_out_of_a_host_pool_in_its_stream(
+    gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attach(fd: int, nbytes: int, ordinal: int) -> RegisteredSegment:
+        host = HostSegment.attach(fd, nbytes)
+        pointer = gpu.register(host.data.ctypes.data, nbytes, read_only=True)
+        return RegisteredSegment(host, gpu, pointer, borrowed=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RegisteredSegment, "attach", attach)
+    with Pool.create(NBYTES, 8) as pool, Reader(device=0) as reader:
+        shop = Shop(gpu, pool, reader)
+        proxy = shop.publish()
+        assert reader.is_ready(proxy), "the host wrote it"
+        with reader.open(proxy) as view:
+            assert view.nbytes == 100
+            assert "copy" in gpu.calls
+            assert shop.out() == 1
+        gpu.run(1)
+        assert shop.out() == 0

@@ -24,7 +24,7 @@ from tensorferry.codecs.transport import (
     obstacle,
     startup_fields,
 )
-from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.config import Deployment, EncoderSpec, require_available
 from tensorferry.stages.adapters.registry import BUILT_IN
 
 ALL = frozenset(TRANSPORTS)
@@ -91,6 +91,38 @@ def test_p2_facts_that_nobody_gathered_are_no_cuda() -> None:
     decision = decide(Wanted(), Facts(host()), ALL)
     assert decision.transport == "shm"
     assert "nobody has looked for CUDA" in decision.refusals[0].reason
+
+
+# --- GPUs that stages are given, whatever the pool is
+
+
+@pytest.mark.parametrize("facts", [CPU_ONLY, Facts(host())], ids=["none here", "nobody looked"])
+def test_an_explicit_shm_whose_stages_name_gpus_needs_cuda(facts: Facts) -> None:
+    wanted = Wanted(transport="shm", gpus_named=("encoder.devices",))
+    with pytest.raises(ConfigError, match=r"encoder\.devices names a GPU, and .*; or leave encoder\.devices away"):
+        decide(wanted, facts, ALL)
+    assert decide(wanted, ONE_H200, ALL).gpus_unused == ""
+    assert decide(Wanted(transport="shm"), facts, ALL).gpus_unused == ""
+
+
+def test_auto_keeps_off_gpus_that_no_stage_is_to_use() -> None:
+    decision = decide(Wanted(gpus=False), ONE_H200, ALL)
+    assert (decision.transport, decision.refusals[0].reason) == ("shm", "no stage is to work on a GPU (gpus: false)")
+
+
+def test_gpus_that_cannot_be_used_after_a_step_down_are_told() -> None:
+    wanted = Wanted(gpus_named=("encoder.devices",))
+    assert decide(wanted, CPU_ONLY, ALL).gpus_unused == "there is no NVIDIA CUDA here (libcuda.so.1 cannot be loaded)"
+    assert decide(Wanted(), CPU_ONLY, ALL).gpus_unused == ""
+    facts = IPC_FAULTS["import"][0]
+    assert (decide(wanted, facts, ALL).transport, decide(wanted, facts, ALL).gpus_unused) == ("shm", "")
+
+
+@pytest.mark.parametrize("wanted", [Wanted(transport="cpu"), Wanted(transport="auto", multimodal=False)])
+def test_with_cpu_no_process_opens_a_context(wanted: Wanted) -> None:
+    assert decide(wanted, ONE_H200, ALL).gpus_unused == ""
+    named = msgspec.structs.replace(wanted, gpus_named=("tokenizer.devices",))
+    assert decide(named, ONE_H200, ALL).gpus_unused == "with transport: cpu no process opens a CUDA context"
 
 
 def test_p2_without_a_memfd_it_is_cpu() -> None:
@@ -526,6 +558,31 @@ def test_what_was_decided_goes_to_the_stages_as_a_setting(loaded) -> None:
 def test_a_setting_that_says_auto_is_replaced(loaded) -> None:
     deployment, settings = loaded("name: a\ntransport: cpu\n", CPU_ONLY, "transport=auto")
     assert (deployment.transport, settings) == ("shm", ("transport=shm",))
+
+
+NAMES_A_GPU = "name: a\nencoder: {devices: [1]}\n"
+
+
+def test_stages_do_without_the_gpus_they_name_where_auto_finds_no_cuda(loaded) -> None:
+    deployment, settings = loaded(NAMES_A_GPU, CPU_ONLY, "pool.slots=64")
+    assert (deployment.gpus, settings) == (False, ("pool.slots=64", "transport=shm", "gpus=false"))
+    assert loaded(NAMES_A_GPU, CPU_ONLY, *settings) == (deployment, settings)
+    facts = IPC_FAULTS["import"][0]
+    assert loaded(NAMES_A_GPU, facts)[0].gpus, "there is CUDA, and a pool in host memory"
+
+
+def test_gpus_that_are_not_used_are_told(settled) -> None:
+    _, logs = settled(ONE_H200, transport="cpu", encoder=EncoderSpec(devices=(0,)))
+    [line] = [line for line in logs if line["event"] == "gpus_unused"]
+    assert (line["settings"], line["log_level"]) == (["encoder.devices"], "warning")
+    assert line["reason"] == "with transport: cpu no process opens a CUDA context"
+
+
+def test_cuda_is_looked_for_where_a_stage_of_a_host_pool_names_a_gpu(settled) -> None:
+    encoder = EncoderSpec(devices=(0,))
+    assert settled(ONE_H200, transport="shm", encoder=encoder)[0].encoder == encoder
+    with pytest.raises(ConfigError, match=r"encoder\.devices names a GPU"):
+        settled(CPU_ONLY, transport="shm", encoder=encoder)
 
 
 def test_an_explicit_choice_adds_no_setting(loaded) -> None:

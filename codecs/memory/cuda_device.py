@@ -133,7 +133,8 @@ class StreamOrder:
         device = self._device
         if device.is_capturing(self.stream):
             raise StreamCapturing(self.stream)
-        device.call("write_word", self.stream, page.device_word(column, slot), generation)
+        if not device.call("write_word_if_busy", self.stream, page.device_word(column, slot), generation):
+            page.store(column, slot, generation)  # nothing to come after: the GPU is spared the trip
 
     def join(self) -> None:
         current = self._device.current_stream()

@@ -1,7 +1,8 @@
 """What a pool asks of the memory it lies in: its bytes, and the order in which what is done to them takes effect.
 
-`host.py` and `cuda_ipc.py` are the two there are, each for the producer that made the memory and for a consumer that
-has it mapped. Everything else of a pool (ledger, control words, publisher, reader) is the same code for both.
+`host.py`, `registered.py` (the same pages, with a GPU at work on them) and `cuda_ipc.py` are what there is, each for
+the producer that made the memory and for a consumer that has it mapped. Everything else of a pool (ledger, control
+words, publisher, reader) is the same code for all.
 """
 
 from __future__ import annotations

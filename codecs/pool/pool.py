@@ -22,12 +22,14 @@ from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Memory, Order
+from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Nonce, PoolDescription, Wire
 from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.statistics import PoolStatistics
 
+NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
 WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
 
@@ -70,24 +72,27 @@ class Pool:
         slots: int = 4096,
         *,
         memory: Literal["host", "cuda_ipc"] = "host",
-        device: int = 0,
+        device: int | None = None,
         producer: int | None = None,
         go_on: Callable[[], None] = lambda: None,
     ) -> Pool:
         """A pool of host memory, populated: nothing faults afterwards. Or of GPU memory, allocated.
 
-        device: of the GPU, as torch counts; producer: the epoch of this process, random by default; go_on: called again
-        and again while host memory is made, which can take seconds, and may raise to give it up. Raises NoMemory; for
-        GPU memory NoDriver or CudaError.
+        device: the GPU that GPU memory lies on, as torch counts, the first by default; for host memory the GPU that
+        writes it, if one does: views are then CUDA tensors over its pages. producer: the epoch of this process, random
+        by default; go_on: called again and again while host memory is made, which can take seconds, and may raise to
+        give it up. Raises NoMemory; where a GPU is used NoDriver or CudaError.
         """
         producer = producer or new_nonce()
         description = PoolDescription(new_nonce(), memory, nbytes, slots)
         with ExitStack() as undo:
             segment: Memory
             if memory == "cuda_ipc":
-                segment = CudaSegment.create(nbytes, device)
+                segment = CudaSegment.create(nbytes, device or 0)
+            elif device is not None:
+                segment = RegisteredSegment.create(nbytes, NAME, device, go_on)
             else:
-                segment = HostSegment.create(nbytes, "tensorferry-pool", go_on)
+                segment = HostSegment.create(nbytes, NAME, go_on)
             undo.callback(segment.close)
             control = ControlPage.create(slots, description.pool, producer)
             undo.callback(control.close)
@@ -196,6 +201,11 @@ class Pool:
                 if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
                     break
             return False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what it lends is written by the host; otherwise views are tensors of a GPU."""
+        return self._segment.on_host
 
     def private(self, nbytes: int) -> Bytes | None:
         """Memory like the pool's that is not of the pool; None for a host pool: any will do."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ import pytest
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 
 encode = msgspec.msgpack.encode
@@ -99,6 +102,37 @@ def connect_to() -> Callable[[Peer, Reader], tuple[int, int]]:
         return column, export.description.pool
 
     return connect_to
+
+
+def spin(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
+    """Wait without giving the other side time to catch up."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s"
+
+
+@pytest.fixture
+def feed(torch: Any) -> Callable[..., int]:
+    """Fill and send so many items, never waiting for a stream; how many the peer saw wrong."""
+
+    def feed(pool: Pool, peer: Peer, column: int, count: int, nbytes: int, *, early: bool, straight: bool) -> int:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        publisher = Publisher(pool)
+        with ours:
+            peer.send("consume", count, early, straight, fds=[theirs.fileno()])
+            theirs.close()
+            ours.settimeout(60)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for number in range(count):
+                    spin(lambda: pool.fits([nbytes]))
+                    with publisher.draft([("uint8", (nbytes,))]) as draft:
+                        draft.views[0].torch().fill_(number % 251)
+                        [payload] = draft.dispatch(column, [])
+                        ours.send(encode((payload, number % 251)))
+            wrong: int = peer.answer()
+        return wrong
+
+    return feed
 
 
 #: What makes a host wait for a GPU, in the driver and in torch.

@@ -33,12 +33,13 @@ MIB = 1 << 20
 
 DEPLOYMENT = """
 name: gpu-test
-transport: cuda_ipc
+transport: {transport}
 runtime_dir: {runtime_dir}
 model: {{adapter: {adapter}}}
-tokenizer: {{workers: {tokenizers}, threads: 2}}
+tokenizer: {{workers: {tokenizers}, threads: 2, devices: {tokenizer_devices}}}
 encoder: {{ranks: {encoders}, devices: {encoder_devices}}}
-scheduler: {{groups: 1, tp_size: {tp_size}, attention_tp_size: {tp_size}, options: {{digests: true}}}}
+scheduler:
+  {{tp_size: {tp_size}, attention_tp_size: {tp_size}, devices: {scheduler_devices}, options: {{digests: true}}}}
 pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}}}
 embeddings_pool: {{budget_mb: 32}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: 20.0, start_s: 90}}
@@ -56,7 +57,10 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., tuple[Deployment, Path]]]:
                 adapter="fingerprint",
                 tokenizers=1,
                 encoders=1,
+                transport="cuda_ipc",
+                tokenizer_devices=[0],
                 encoder_devices=[0],
+                scheduler_devices=[0],
                 tp_size=1,
                 budget_mb=256,
                 handle_cache="true",
@@ -93,9 +97,9 @@ def processed(image: bytes, device: int | None, dtype: str = "float32") -> tuple
     return out, processor.write(image, plan, out)
 
 
-def expected(image: bytes) -> bytes:
-    """The fingerprint of what the GPU makes of an image, computed here."""
-    view = processed(image, 0)[0].host()
+def expected(image: bytes, device: int | None) -> bytes:
+    """The fingerprint of what a GPU, or the host, makes of an image, computed here."""
+    view = processed(image, device)[0].host()
     return fingerprint_of(view.data.data, view.dtype, view.shape)
 
 
@@ -108,7 +112,7 @@ async def all_leases_back(client: Client, deadline_s: float = 20.0) -> None:
             await asyncio.sleep(0.05)
 
 
-async def ask(client: Client, images: list[bytes], at_once: int = 16) -> Counter[str]:
+async def ask(client: Client, images: list[bytes], at_once: int = 16, device: int | None = 0) -> Counter[str]:
     """Send each image alone, and all in one request too; check every digest. How the items travelled."""
     gate = asyncio.Semaphore(at_once)
     travelled: Counter[str] = Counter()
@@ -117,7 +121,7 @@ async def ask(client: Client, images: list[bytes], at_once: int = 16) -> Counter
         async with gate:
             result = await client.submit(["see: ", *part], output_tokens=2)
         assert isinstance(result, wire.Result), result
-        assert [item.digest for item in result.items] == [expected(image) for image in part]
+        assert [item.digest for item in result.items] == [expected(image, device) for image in part]
         travelled.update(item.transport for item in result.items)
 
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
@@ -195,6 +199,33 @@ async def test_l10_an_encoder_on_a_peer_gpu_stages_locally(deploy: Callable[...,
     async with running(deployment, file) as (_, client):
         assert (await ask(client, [photo(90 + 9 * n, 200, n) for n in range(20)]))["cuda_ipc"] == 27
         await all_leases_back(client)
+
+
+@pytest.mark.usefixtures("hbm_comes_back")
+@pytest.mark.parametrize(
+    ("tokenizer", "encoder", "scheduler", "budget_mb"),
+    [("null", "[0]", "null", 256), ("[0]", "[0]", "[0]", 256), ("[0]", "null", "[0]", 256), ("[0]", "[0]", "null", 6)],
+    ids=["encoder", "all", "all-but-the-encoder", "half-inline"],
+)
+async def test_stages_on_gpus_with_pools_in_host_memory(
+    deploy: Callable[..., tuple[Deployment, Path]], tokenizer: str, encoder: str, scheduler: str, budget_mb: int
+) -> None:
+    deployment, file = deploy(
+        transport="shm",
+        tokenizer_devices=tokenizer,
+        encoder_devices=encoder,
+        scheduler_devices=scheduler,
+        budget_mb=budget_mb,
+        encoders=2,
+    )
+    images = [photo(100 + 7 * n, 400 - 5 * n, n) for n in range(48)]
+    async with running(deployment, file) as (_, client):
+        travelled = await ask(client, images, at_once=24, device=0 if tokenizer == "[0]" else None)
+        await all_leases_back(client)
+    assert travelled["shm"] + travelled["inline"] == 55
+    assert (travelled["inline"] > 3) is (budget_mb == 6), travelled
+    assert travelled["shm"] > 3, travelled
+    nothing_left(deployment)
 
 
 async def test_patch_vit_encodes_on_the_gpu(deploy: Callable[..., tuple[Deployment, Path]]) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -98,6 +98,11 @@ class Commands:
                 torch.cuda._sleep(10_000_000)
                 sink.copy_(view.torch())
 
+    def busy(self, ms: int) -> None:
+        """Queue so much other work."""
+        for _ in range(ms):
+            torch.cuda._sleep(2_000_000)
+
     def _await(self, proxy: Proxy) -> None:
         until = time.monotonic() + DEADLINE_S
         while not self._reader.is_ready(proxy):
@@ -105,8 +110,9 @@ class Commands:
 
     # --- as a producer
 
-    def create(self, nbytes: int, slots: int) -> None:
-        self._pool = self._undo.enter_context(Pool.create(nbytes, slots, memory="cuda_ipc"))
+    def create(self, nbytes: int, slots: int, memory: Literal["host", "cuda_ipc"] = "cuda_ipc") -> None:
+        """On the first GPU, or in host memory that this GPU writes."""
+        self._pool = self._undo.enter_context(Pool.create(nbytes, slots, memory=memory, device=0))
 
     def export(self) -> bytes:
         assert self._pool is not None
@@ -121,8 +127,7 @@ class Commands:
     def publish(self, column: int, nbytes: int, byte: int, busy_ms: int) -> bytes:
         """Write it behind so much other work, and dispatch it at once."""
         with Publisher(self._pool).draft([("uint8", (nbytes,))]) as draft:
-            for _ in range(busy_ms):
-                torch.cuda._sleep(2_000_000)
+            self.busy(busy_ms)
             draft.views[0].torch().fill_(byte)
             return encode(draft.dispatch(column, [])[0])
 
