@@ -122,12 +122,13 @@ def test_no_host_wait_at_either_end(torch: Any, written_by_gpu: Pool, no_host_wa
 @pytest.mark.parametrize("nbytes", [4 << 10, 64 << 10, MIB])
 @pytest.mark.parametrize("straight", [False, True], ids=["opened", "copied"])
 def test_10_000_items_from_gpu_to_gpu_through_host_memory(
-    torch: Any, gpu_peer: Peer, connect: Connect, feed: Feed, nbytes: int, straight: bool
+    torch: Any, start_peer: Callable[..., Peer], connect: Connect, feed: Feed, nbytes: int, straight: bool
 ) -> None:
+    last = torch.cuda.device_count() - 1
+    peer = start_peer("gpu_peer.py", "ignore", CUDA_VISIBLE_DEVICES=str(last))
+    peer.ask("start", 0)
     with Pool.create(8 * nbytes, 8, device=0) as pool:
-        gpu_peer.ask("start", torch.cuda.device_count() - 1)
-        column = connect(pool, gpu_peer)
-        assert feed(pool, gpu_peer, column, 10_000, nbytes, early=False, straight=straight) == 0
+        assert feed(pool, peer, connect(pool, peer), 10_000, nbytes, early=False, straight=straight) == 0
 
 
 def test_l12_a_consumer_killed_in_the_middle_of_its_copies(
