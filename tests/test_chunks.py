@@ -188,9 +188,9 @@ class ChunksKeepTheirLaws(RuleBasedStateMachine):
         self.holders[serial] = {"us"}
 
     @precondition(lambda self: self.mapped)
-    @rule(which=st.integers(0, 9), column=st.integers(0, 1))
-    def send(self, which: int, column: int) -> None:
-        if column in self.dropped:
+    @rule(which=st.integers(0, 9), columns=st.sets(st.integers(0, 1), min_size=1))
+    def send(self, which: int, columns: set[int]) -> None:
+        for column in sorted(columns & self.dropped.keys()):
             position = sorted(self.mapped)[which % len(self.mapped)]
             self.chunks.sent(position, column)
             assert self.chunks.is_sent(position, column)
@@ -221,9 +221,9 @@ class ChunksKeepTheirLaws(RuleBasedStateMachine):
                 self.dropped[column][position] = self.retiring[position]
         self.chunks.dropped(column, self.dropped[column])
 
-    @rule(column=st.integers(0, 1))
-    def strike(self, column: int) -> None:
-        if self.dropped.pop(column, None) is not None:
+    @rule(column=st.integers(0, 1), rarely=st.integers(0, 7))
+    def strike(self, column: int, rarely: int) -> None:
+        if rarely == 0 and self.dropped.pop(column, None) is not None:
             self.chunks.strike(column)
             for holders in self.holders.values():
                 holders.discard(column)
