@@ -82,8 +82,9 @@ class Reader:
         """
         with self._lock():
             mappings = [imported.mapping for imported in self._pools.values() if imported.mapping is not None]
-        for mapping in mappings:
-            mapping.upkeep()
+        with ExitStack() as all_of_them:
+            for mapping in mappings:
+                all_of_them.callback(mapping.upkeep)
 
     def attach(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
         """Map a peer's pool; takes over the descriptors that came with the export.

@@ -54,21 +54,21 @@ class Mapping:
                 self._read.setdefault(position, {})[proxy.slot] = proxy.generation
 
     def upkeep(self) -> None:
-        """Map what has come, ahead of need, and drop what was retired."""
+        """Drop what was retired, and map what has come, ahead of need."""
         with self._lock:
             if self._closed:
                 return
             self._receive()
             arrived, mapped = list(self._arrived), list(self._mapped)
-        for position in arrived:
-            with self._lock:
-                if position in self._arrived:
-                    self._take(position)
         for position in mapped:
             with self._lock:
                 serial = self._mapped.get(position)
                 if serial is not None and self._control.chunk(position) != serial and self._has_landed(position):
                     self._drop(position)
+        for position in arrived:
+            with self._lock:
+                if position in self._arrived:
+                    self._take(position)
 
     def close(self) -> None:
         """Give everything up, and say so. Nothing may be open; waits for the device."""

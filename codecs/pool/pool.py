@@ -74,6 +74,7 @@ class Pool:
         self._consumers: dict[int, _Consumer] = {}
         self._lock = Lock()
         self._closed = False
+        self._growth_waits = 0
         self._leases = self._refused = self._struck = self._ended = self._foreign_words = 0
         self._published = [0] * description.slots  # last generation of each; the word may still be on its way
         self._lent_at_ns = [0] * description.slots
@@ -290,6 +291,7 @@ class Pool:
                 retiring_nbytes=retiring_nbytes,
                 grown=0 if growth is None else growth.grown,
                 retired=0 if growth is None else growth.retired,
+                growth_waits=self._growth_waits,
                 growth_refused=0 if growth is None else growth.refused,
             )
 
@@ -323,7 +325,9 @@ class Pool:
                     return self._lend_now(nbytes)
                 except PoolFull:
                     asked = self._grows_for([nbytes])
-                    until = until or time.monotonic() + self._grow_wait_s
+                    if not until:
+                        until = time.monotonic() + self._grow_wait_s
+                        self._growth_waits += asked is not None and patient
                     if self._growth is None or asked is None or not patient or time.monotonic() >= until:
                         self._refused += 1
                         raise

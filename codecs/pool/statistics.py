@@ -28,6 +28,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     retiring_nbytes: int  #: memory that takes no more leases and that somebody still holds; counts in the budget
     grown: int = 0  #: chunks that came, over the pool's life
     retired: int = 0  #: chunks that were given back
+    growth_waits: int = 0  #: leases that waited for a chunk to come
     growth_refused: int = 0  #: times the GPU had no memory left for a chunk
 
     @property
