@@ -89,6 +89,7 @@ class PoolDescription(Wire, frozen=True):
     memory: Name  #: host, cuda_ipc or cuda_vmm
     nbytes: Count
     slots: Annotated[int, Meta(ge=1, le=1 << 20)]
+    chunk_nbytes: Count = 0  #: of each chunk of an elastic pool; 0: all of the memory is there all the time
 
 
 class Hello(Wire, frozen=True, tag=10):

@@ -18,7 +18,8 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.memory.host import HOST_ORDER
 from tensorferry.codecs.memory.memory import Arrival, Bytes, Order
 from tensorferry.codecs.messages import MOST_CONSUMERS, MOST_USES, Inline, Payload, Proxy
-from tensorferry.codecs.pool.pool import Lease, Pool
+from tensorferry.codecs.pool.lease import Lease
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.scratch import Scratch
 from tensorferry.codecs.tensors import ALIGNMENT, CODES, View, nbytes_of, view_of
 
@@ -48,12 +49,13 @@ class Publisher:
         #: Drafts by how they travelled: `pool`, or inline as `small`, `no_pool`, `pool_full`.
         self.drafts: Counter[str] = Counter()
 
-    def draft(self, layout: Layout) -> Draft:
+    def draft(self, layout: Layout, *, patient: bool = True) -> Draft:
         """Memory for the tensors of one item, packed, to be written, dispatched and sent within a `with` block.
 
-        Raises UnsupportedDtype or BadTensor. Never waits and never fails for lack of room.
+        Raises UnsupportedDtype or BadTensor. Never fails for lack of room; waits for an elastic pool alone, while it
+        grows, and with patient=False, as on an event loop, not for that either: see `growing`.
         """
-        return Draft(self, layout)
+        return Draft(self, layout, patient=patient)
 
     def fits(self, layouts: Sequence[Layout]) -> bool:
         """Whether drafts of these layouts would all find their place now, none inline for want of room.
@@ -61,8 +63,15 @@ class Publisher:
         What somebody asks who would rather wait: *before* holding any of them, so that no two can each hold what
         the other waits for.
         """
-        sizes = [nbytes for _, nbytes in map(_pack, layouts) if nbytes >= self._inline_below_nbytes]
-        return self.pool is None or self.pool.fits(sizes)
+        return self.pool is None or self.pool.fits(self._sizes(layouts))
+
+    def growing(self, layouts: Sequence[Layout]) -> bool:
+        """Whether an elastic pool is about to make room for drafts of these layouts, which do not fit now."""
+        return self.pool is not None and self.pool.growing(self._sizes(layouts))
+
+    def _sizes(self, layouts: Sequence[Layout]) -> list[int]:
+        """What the pool would have to lend."""
+        return [nbytes for _, nbytes in map(_pack, layouts) if nbytes >= self._inline_below_nbytes]
 
     def publish(self, *tensors: Any) -> Draft:
         """A draft filled with copies of these tensors (torch, numpy or View), made when its block begins: from then on
@@ -73,7 +82,7 @@ class Publisher:
         sources = [view_of(tensor) for tensor in tensors]
         return Draft(self, [(source.dtype, source.shape) for source in sources], sources)
 
-    def _lease(self, nbytes: int) -> Lease | None:
+    def _lease(self, nbytes: int, patient: bool) -> Lease | None:
         """Room in the pool, its block entered; None: go inline, counted with the reason."""
         if self.pool is None:
             self.drafts["no_pool"] += 1
@@ -81,7 +90,7 @@ class Publisher:
         if nbytes < self._inline_below_nbytes:
             self.drafts["small"] += 1
             return None
-        lease = self.pool.lease(nbytes)
+        lease = self.pool.lease(nbytes, patient=patient)
         try:
             lease.__enter__()
         except PoolFull as full:
@@ -98,9 +107,11 @@ class Draft:
 
     views: list[View]
 
-    def __init__(self, publisher: Publisher, layout: Layout, sources: Sequence[View] = ()) -> None:
+    def __init__(
+        self, publisher: Publisher, layout: Layout, sources: Sequence[View] = (), *, patient: bool = True
+    ) -> None:
         """sources: what the tensors are copies of; none: they are not set."""
-        self._publisher, self._layout, self._sources = publisher, layout, sources
+        self._publisher, self._layout, self._sources, self._patient = publisher, layout, sources, patient
         self._places, self._nbytes = _pack(layout)
         self._lease: Lease | None = None
         self._used = False
@@ -111,7 +122,7 @@ class Draft:
             slot, generation = (0, 0) if self._lease is None else self._lease.grant[:2]
             raise LeaseError(slot, generation, "of a draft is for one block; make another draft")
         self._used = True
-        lease = self._lease = self._publisher._lease(self._nbytes)
+        lease = self._lease = self._publisher._lease(self._nbytes, self._patient)
         try:
             self._make(lease)
         except BaseException:  # interrupted: nobody was told of the lease, so it comes back
@@ -149,7 +160,7 @@ class Draft:
 
     @property
     def transport(self) -> str:
-        """`shm`, `cuda_ipc`, or `inline`."""
+        """`shm`, `cuda_ipc`, `cuda_vmm`, or `inline`."""
         pool = self._publisher.pool
         if self._lease is None or pool is None:
             return "inline"

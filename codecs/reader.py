@@ -25,13 +25,16 @@ from tensorferry.codecs.errors import (
 from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_ipc import CudaImport
+from tensorferry.codecs.memory.cuda_vmm import VmmImport
 from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
 from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
-from tensorferry.codecs.pool.pool import Attachment, Export, new_nonce
+from tensorferry.codecs.pool.line import Receiver
+from tensorferry.codecs.pool.mapping import Mapping
+from tensorferry.codecs.pool.pool import Attachment, Export, new_nonce, positions_of
 from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of, nbytes_of
 
 
@@ -43,8 +46,8 @@ class Reader:
 
         device: the GPU to have views on, as torch counts. None: in host memory for a pool of host memory; for one of
         GPU memory where that is, if this process sees that GPU, else on the device that is current at `attach`. Where
-        the pool lies elsewhere a view is a local copy. cache_handles: keep pools of other processes' GPU memory mapped;
-        False maps them for each open and then waits for its stream.
+        the pool lies elsewhere a view is a local copy. cache_handles: keep pools of CUDA IPC mapped; False maps them
+        for each open and then waits for its stream.
         """
         self.consumer = consumer or new_nonce()
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
@@ -73,32 +76,50 @@ class Reader:
         self._close_idle()
         return orphans
 
+    def upkeep(self) -> None:
+        """Map what peers' elastic pools have grown, ahead of need, and drop what they retired; once a second will do.
+
+        Until that is dropped it takes GPU memory and counts in its pool's budget. A millisecond a chunk, so do it off
+        an event loop; nobody waits for more than one chunk meanwhile. Raises CudaError.
+        """
+        with self._lock():
+            mappings = [imported.mapping for imported in self._pools.values() if imported.mapping is not None]
+        with ExitStack() as all_of_them:
+            for mapping in mappings:
+                all_of_them.callback(mapping.upkeep)
+
     def attach(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
         """Map a peer's pool; takes over the descriptors that came with the export.
 
-        Returns what `Pool.admit` needs, with descriptors (ack page, this process) that the caller closes once
-        they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, having closed everything.
+        Returns what `Pool.admit` needs, with descriptors (ack page, this process, for an elastic pool the line) that
+        the caller closes once they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, having
+        closed everything.
         """
         description = export.description
         with ExitStack() as undo, ExitStack() as received:
             for fd in fds:
                 received.callback(os.close, fd)
             gpu = export.gpu
-            kind = ("host", 3) if gpu is None else ("cuda_ipc", 2)
-            if (description.memory, len(fds)) != kind:
+            kinds = [("host", 3)] if gpu is None else [("cuda_ipc", 2), ("cuda_vmm", 2)]
+            if (description.memory, len(fds)) not in kinds:
                 raise AttachRefused(
                     f"cannot map pool {description.pool} of {description.memory} memory from {len(fds)} descriptors"
                 )
             check_pidfd(fds[-1])
             memory: Memory
+            arriving: VmmImport | None = None
             if gpu is None:
                 memory = self._host(fds[0], description.nbytes)
+            elif description.memory == "cuda_vmm":
+                chunk_nbytes = description.chunk_nbytes
+                memory = arriving = VmmImport.attach(gpu, description.nbytes, chunk_nbytes, ordinal=self._device)
             else:
                 memory = CudaImport.attach(gpu, description.nbytes, ordinal=self._device, cached=self._cache_handles)
             undo.callback(memory.close)
-            control = ControlPage.attach(fds[-2], description.slots, description.pool, export.producer)
+            positions = positions_of(description)
+            control = ControlPage.attach(fds[-2], description.slots, description.pool, export.producer, positions)
             undo.callback(control.close)
-            acks = AckPage.create(description.slots, description.pool, self.consumer)
+            acks = AckPage.create(description.slots, description.pool, self.consumer, positions)
             undo.callback(acks.close)
             memory.adopt(acks)
             undo.callback(memory.disown, acks)
@@ -108,10 +129,18 @@ class Reader:
             undo.callback(os.close, sent[1])
             producer = os.dup(fds[-1])
             undo.callback(os.close, producer)
+            imported = _Import(memory, control, acks, description.slots, producer)
+            if arriving is not None:
+                line = Receiver()
+                sent.append(line.descriptor)
+                undo.callback(os.close, line.descriptor)
+                known = imported.acknowledged
+                imported.mapping = Mapping(arriving, control, acks, line, description.chunk_nbytes, known)
+                undo.callback(imported.mapping.close)
             with self._lock():
                 if description.pool in self._pools:
                     raise AttachRefused(f"pool {description.pool} is attached already")
-                self._pools[description.pool] = _Import(memory, control, acks, description.slots, producer)
+                self._pools[description.pool] = imported
             undo.pop_all()
         return Attachment(description.pool, self.consumer), sent
 
@@ -274,7 +303,10 @@ class Reader:
         imported.check(proxy)
         if not imported.is_ready(proxy):
             raise LeaseNotReady(proxy.slot, proxy.generation, "is not written yet")
-        return imported.memory.order()
+        order = imported.memory.order()
+        if imported.mapping is not None:
+            imported.mapping.use(proxy, nbytes_of(dtype_of(proxy.dtype), proxy.shape))
+        return order
 
     def _living(self, proxy: Proxy) -> _Import:
         """The pool of a lease that this process has not acknowledged. Raises PeerGone, BadTensor, StaleLease."""
@@ -327,6 +359,7 @@ class _Import:
         self.held: dict[tuple[int, int], _Held] = {}  #: by (slot, generation)
         self.open = 0  #: uses that have not ended
         self.detached = False
+        self.mapping: Mapping | None = None  #: of an elastic pool
         self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
 
     def check(self, proxy: Proxy) -> None:
@@ -360,6 +393,8 @@ class _Import:
 
     def close(self) -> None:
         await_stores(lambda: self.acks.column(self.acks.ACK) == self.acknowledged)
+        if self.mapping is not None:
+            self.mapping.close()
         self.memory.disown(self.acks)
         self.acks.close()
         self.control.close()

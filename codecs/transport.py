@@ -19,7 +19,7 @@ TRANSPORTS: tuple[Transport, ...] = ("cpu", "shm", "cuda_ipc", "cuda_vmm")
 GPU_TRANSPORTS = frozenset({"cuda_ipc", "cuda_vmm"})
 
 #: What this version can run. The one place to change when a transport arrives.
-AVAILABLE: frozenset[Transport] = frozenset({"cpu", "shm", "cuda_ipc"})
+AVAILABLE: frozenset[Transport] = frozenset({"cpu", "shm", "cuda_ipc", "cuda_vmm"})
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,7 +142,7 @@ class Broker:
             export, fds = self._pool.export()
             sent.callback(close_all, fds)
             line.say(Exported(export), fds)
-        with await line.hear(Attached, fds=(2,)) as letter, ExitStack() as undo:
+        with await line.hear(Attached, fds=(2, 3)) as letter, ExitStack() as undo:
             check_process(letter.fds[1], letter.pid)
             pidfd = os.dup(letter.fds[1])  # the pool closes its own when it finds the death itself
             undo.callback(os.close, pidfd)

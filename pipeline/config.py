@@ -72,6 +72,9 @@ class PoolSpec(Spec, frozen=True):
     wait_ms: NonNegative = 50  #: with `when_full: wait`: how long at most, then inline
     inline_below_kb: NonNegative = 32  #: KiB; smaller tensors travel inside the message
     handle_cache: bool = True  #: cuda_ipc: consumers keep a pool open between tensors
+    chunk_mb: Annotated[int, Meta(ge=2, lt=1 << 20)] = 64  #: MiB; cuda_vmm: what pools grow and shrink by, at most
+    idle_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 3.0  #: cuda_vmm: after so long unused a chunk is given back
+    grow_wait_ms: NonNegative = 5  #: cuda_vmm: how long a tensor waits at most for a chunk, then inline
     recycle_s: Seconds = 0.05  #: how often every pool takes back what was acknowledged, also without new traffic
 
 
@@ -217,10 +220,11 @@ def _contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
         ("pool", d.pool.budget_mb, ("tokenizer", "workers"), d.tokenizer.workers),
         ("embeddings_pool", d.embeddings_pool.budget_mb, ("encoder", "ranks"), d.encoder.ranks),
     ):
-        if d.transport != "cpu" and budget_mb < processes:
+        least_mb = 2 if d.transport == "cuda_vmm" else 1  # GPU memory comes in chunks of 2 MiB
+        if d.transport != "cpu" and budget_mb < processes * least_mb:
             yield (
-                f"{budget_mb} MiB over {processes} {'.'.join(sharers)} leaves less than 1 MiB for each; raise the "
-                f"budget to {processes} or more, or start fewer",
+                f"{budget_mb} MiB over {processes} {'.'.join(sharers)} leaves less than {least_mb} MiB for each; raise "
+                f"the budget to {processes * least_mb} or more, or start fewer",
                 [(pool, "budget_mb"), sharers],
             )
     if d.limits.item_mb > d.limits.request_mb:

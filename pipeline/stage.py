@@ -34,6 +34,7 @@ log = structlog.get_logger()
 
 RECYCLE_PERIOD_S = PoolSpec().recycle_s  #: unless the deployment file says otherwise
 ATTACH_S = 10.0  #: for a peer's pool to be mapped
+UPKEEP_S = 1.0  #: between two looks at what peers' elastic pools have retired, at most
 FLUSH_S = 1.0  #: for a peer to take our last messages
 LINGER_S = 0.2  #: the same for a process that is cancelled
 
@@ -190,7 +191,12 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         if share is not None:
             make = partial(Pool.create, share.nbytes, share.slots, producer=origin.epoch)
             memory = deployment.transport if deployment.transport in GPU_TRANSPORTS else "host"
-            pool = undo.enter_context(await _made(partial(make, memory=memory, device=device)))
+            make = partial(make, memory=memory, device=device)
+            if memory == "cuda_vmm":
+                spec = deployment.pool
+                make = partial(make, chunk_nbytes=spec.chunk_mb << 20)
+                make = partial(make, idle_s=spec.idle_s, grow_wait_s=spec.grow_wait_ms / 1000)
+            pool = undo.enter_context(await _made(make))
         publisher = Publisher(
             pool,
             # From a GPU inline is the longer way, for tensors of any size.
@@ -291,16 +297,28 @@ async def _beat(stage: Stage) -> None:
 
 
 async def _forget(stage: Stage) -> None:
-    """Unmap the pools of dead producers, as soon as no request that they had a part in can be left."""
+    """Unmap the pools of dead producers, as soon as no request that they had a part in can be left; and the chunks that
+    the living have retired."""
     seen_at: dict[int, float] = {}
     while True:
+        if stage.deployment.transport == "cuda_vmm":
+            await _keep_up(stage)
         now = time.monotonic()
         seen_at = {pool: seen_at.get(pool, now) for pool in stage.reader.orphans()}
         for pool, at in seen_at.items():
             if now - at > stage.deployment.limits.request_timeout_s:
                 await asyncio.to_thread(stage.reader.detach, pool)
                 log.info("pool_forgotten", pool=pool)
-        await asyncio.sleep(stage.deployment.timeouts.heartbeat_s)
+        await asyncio.sleep(min(UPKEEP_S, stage.deployment.timeouts.heartbeat_s))
+
+
+async def _keep_up(stage: Stage) -> None:
+    try:
+        await asyncio.to_thread(stage.reader.upkeep)
+    except FerryError as problem:  # of one chunk; whoever needs it is told again
+        stage.outlive(problem)
+        stage.counters.count("chunks_unmapped")
+        log.warning("chunk_not_mapped", problem=str(problem))
 
 
 class _FallbackWarning:

@@ -39,6 +39,8 @@ COUNTERS = {
     "messages_crashed": "Messages that brought out a bug; each ended alone",
     "mail_of_a_former_life": "Messages meant for an earlier life of this process",
     "pool_waits": "Requests that waited for room in the pool",
+    "growth_waits": "Requests that waited for an elastic pool to grow",
+    "chunks_unmapped": "Times that a chunk of a peer's pool could not be mapped or unmapped",
     "pool_full_fallbacks": "Tensors sent inline because the pool had no room",
 }
 

@@ -42,6 +42,7 @@ from tensorferry.stages.tombstones import Tombstones
 log = structlog.get_logger()
 
 LOOK_AGAIN_S = 0.002
+GROWN_S = 0.0005  #: making a chunk takes about twice as long
 RETRY_MS = 200  #: hint to clients that were told `busy`
 
 
@@ -220,7 +221,7 @@ class Tokenizer:
         layouts = [[(plan.dtype, plan.shape)] for plan in prompt.plans]
         await self._wait_for_room(layouts)
         with ExitStack() as leases:
-            drafts = [leases.enter_context(self._stage.publisher.draft(layout)) for layout in layouts]
+            drafts = [leases.enter_context(self._stage.publisher.draft(layout, patient=False)) for layout in layouts]
             hashes = await self._process(prompt, drafts)
             if self._stage.device is not None:
                 await stage(lambda: self._ways(request.submit, prompt, drafts))
@@ -248,17 +249,29 @@ class Tokenizer:
         )
 
     async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
-        """With `when_full: wait`, until the pool has room for all of a request, or the wait is over.
+        """Until the pool has room for all of a request, or the wait is over: with `when_full: wait`, and while an
+        elastic pool grows for it.
 
         Nothing is held meanwhile, so requests cannot lock each other out.
         """
-        spec = self._stage.deployment.pool
-        if spec.when_full != "wait" or self._stage.publisher.fits(layouts):
+        deployment, publisher, counters = self._stage.deployment, self._stage.publisher, self._stage.counters
+        spec = deployment.pool
+        waits, elastic = spec.when_full == "wait", deployment.transport == "cuda_vmm"
+        if not (waits or elastic) or publisher.fits(layouts):
             return
-        self._stage.counters.count("pool_waits")
+        if elastic and publisher.growing(layouts):
+            counters.count("growth_waits")
+            until_ns = time.monotonic_ns() + spec.grow_wait_ms * 1_000_000
+            while time.monotonic_ns() < until_ns and publisher.growing(layouts):
+                await asyncio.sleep(GROWN_S)
+                if publisher.fits(layouts):
+                    return
+        if not waits:
+            return
+        counters.count("pool_waits")
         until_ns = time.monotonic_ns() + spec.wait_ms * 1_000_000
         # Acknowledgements are words in memory: nobody calls when one is written.
-        while time.monotonic_ns() < until_ns and not self._stage.publisher.fits(layouts):  # noqa: ASYNC110
+        while time.monotonic_ns() < until_ns and not publisher.fits(layouts):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _process(self, prompt: Prompt, drafts: Sequence[Draft]) -> list[bytes]:

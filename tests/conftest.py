@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -269,6 +270,17 @@ class StubCuda:
         (self.folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         (self.folder / "calls.log").write_text("")
         return self
+
+    def beside(self) -> Any:
+        """The stub as a module of this very process, which keeps the real one. Changing its PLAN takes effect."""
+        spec = importlib.util.spec_from_file_location("stub_driver", TESTS / "stub_cuda" / "stub_driver.py")
+        assert spec is not None
+        assert spec.loader is not None
+        stub: Any = importlib.util.module_from_spec(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("STUB_CUDA", str(self.folder))
+            spec.loader.exec_module(stub)
+        return stub
 
     def calls(self) -> list[tuple[str, str]]:
         """(call, result) of every process with this environment, in order; an import is a call too."""

@@ -375,7 +375,7 @@ async def refuses(it: Misbehaving) -> None:
     it.line.say(Refused("no more of it"))
 
 
-@behaviour("Attached with 2 was due")
+@behaviour("Attached with 2 or 3 was due")
 async def attaches_without_descriptors(it: Misbehaving) -> None:
     message, _ = await it.attached()
     it.line.say(message)

@@ -481,21 +481,13 @@ def test_a_check_that_knows_only_the_key_gets_file_and_line(refusal, key, line):
     assert (error.line, error.key, error.problem) == (line, key, "too deep")
 
 
-@pytest.mark.parametrize("transport", ["cuda_vmm"])
-def test_later_transports_load_but_do_not_run(write, transport):
-    deployment = load(write(f"name: a\ntransport: {transport}\n"))
-    with pytest.raises(ConfigError, match="later version; use shm, cpu or auto") as caught:
-        require_available(deployment)
-    assert caught.value.key == "transport"
-
-
 def test_several_nodes_load_but_do_not_run(write):
     with pytest.raises(ConfigError, match="2 nodes come with a later version") as caught:
         require_available(load(write("name: a\ntransport: cpu\nnodes: 2\n")))
     assert caught.value.key == "nodes"
 
 
-@pytest.mark.parametrize("transport", ["auto", "cpu", "shm", "cuda_ipc"])
+@pytest.mark.parametrize("transport", ["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"])
 def test_what_this_version_has_may_run(transport):
     require_available(Deployment(name="a", transport=transport))
 

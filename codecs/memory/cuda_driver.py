@@ -301,6 +301,10 @@ class Driver:
     def synchronize(self, stream: int) -> None:
         self.call("cuStreamSynchronize", stream)
 
+    def synchronize_context(self) -> None:
+        """Wait for all work of the current context, in every stream."""
+        self.call("cuCtxSynchronize")
+
     def is_capturing(self, stream: int) -> bool:
         """Whether a CUDA graph is being recorded: a wait or write would then bake its value in."""
         return int(self.call("cuStreamIsCapturing", stream)) != 0

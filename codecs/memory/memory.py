@@ -1,8 +1,8 @@
 """What a pool asks of the memory it lies in: its bytes, and the order in which what is done to them takes effect.
 
-`host.py`, `registered.py` (the same pages, with a GPU at work on them) and `cuda_ipc.py` are what there is, each for
-the producer that made the memory and for a consumer that has it mapped. Everything else of a pool (ledger, control
-words, publisher, reader) is the same code for all.
+`host.py`, `registered.py` (the same pages, with a GPU at work on them), `cuda_ipc.py` and `cuda_vmm.py` are those there
+are, each for the producer that made the memory and for a consumer that has it mapped. Everything else of a pool
+(ledger, control words, publisher, reader) is the same code for all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class GpuHandle(Wire, frozen=True):
     """Where a pool in GPU memory lies, and what opens it in another process."""
 
     device: Annotated[bytes, Meta(min_length=16, max_length=16)]  #: UUID of the GPU or of the MIG instance
-    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]  #: cuIpcMemHandle_t
+    #: cuIpcMemHandle_t; empty for an elastic pool, whose chunks are handed over one by one.
+    handle: Annotated[bytes, Meta(max_length=64)]
 
 
 class Arrival(Protocol):
@@ -98,3 +99,28 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """Give it up here. May wait for work that is queued on it."""
+
+
+class Growing(Memory, Protocol):
+    """The memory of an elastic pool as its producer has it: address space, and chunks at some of its positions."""
+
+    chunk_nbytes: int
+
+    def grow(self, position: int) -> int:
+        """Map a new chunk; its descriptor, which stays the memory's. Raises FerryError, having left nothing."""
+
+    def shrink(self, position: int) -> None:
+        """Unmap a chunk and give it up. Nothing may be queued on it: this never waits."""
+
+
+class Arriving(Memory, Protocol):
+    """The same as a consumer has it."""
+
+    def map(self, position: int, descriptor: int) -> None:
+        """Map the chunk of a descriptor, which stays the caller's. Raises FerryError, having left nothing."""
+
+    def unmap(self, position: int) -> None:
+        """Nothing may be queued on it: this never waits."""
+
+    def settle(self) -> None:
+        """Wait for all that this process has queued on the device."""

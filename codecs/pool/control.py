@@ -3,7 +3,11 @@
 Two kinds of pages, both sealed memfds, each with exactly one writer:
 the producer's *control page* has `lease`, `ready` and `poison`, one word per slot; a consumer's *ack page* has one
 word per slot of one pool. Every word is a generation, 0 at first. A header names what the page is, so that a
-descriptor that went astray is refused: magic (8 bytes), version, slots, then the pool's and the writer's nonces.
+descriptor that went astray is refused: magic (8 bytes), version, slots, then the pool's and the writer's nonces, and
+the number of positions.
+
+Pools with chunks (see `chunks.py`) have one word more per position at the end of each page, a serial: in the control
+page the chunk that may be used there, 0 for none; in an ack page the last one of which that consumer holds nothing.
 """
 
 from __future__ import annotations
@@ -25,38 +29,40 @@ from tensorferry.codecs.pool.ledger import Words
 PAGE_VERSION = 1
 STORES_S = 5.0  #: that queued stores may take to land before a page is given back all the same
 _CONTROL_MAGIC, _ACK_MAGIC = b"TFCTRL\0\0", b"TFACKS\0\0"
-_HEADER = struct.Struct("<8sIIQQ")
+_HEADER = struct.Struct("<8sIIQQI")
 _HEADER_NBYTES = 64
 
 
 class Page:
-    """A page of control words, `columns` words for each slot."""
+    """A page of control words, `columns` words for each slot, then one for each position of a pool with chunks."""
 
-    def __init__(self, segment: HostSegment, slots: int, columns: int) -> None:
+    def __init__(self, segment: HostSegment, slots: int, columns: int, positions: int) -> None:
         self.segment = segment
-        words = segment.data[_HEADER_NBYTES : _HEADER_NBYTES + 4 * slots * columns].view(np.uint32)
+        words = segment.data[_HEADER_NBYTES : _HEADER_NBYTES + 4 * (slots * columns + positions)].view(np.uint32)
         self._arrays = [words[column * slots : (column + 1) * slots] for column in range(columns)]
+        self._arrays.append(words[columns * slots :])
         #: The same words as plain memory: reading one costs a tenth of what numpy takes.
         self._scalars = [array.data for array in self._arrays]
         self._slots = slots
         self.device_address = 0  #: of the page, where a GPU reaches it: see `Memory.adopt`
 
     @classmethod
-    def _create(cls, magic: bytes, columns: int, slots: int, pool: int, writer: int) -> Self:
-        segment = HostSegment.create(_HEADER_NBYTES + 4 * slots * columns, "tensorferry-words")
-        header = _HEADER.pack(magic, PAGE_VERSION, slots, pool, writer)
+    def _create(cls, magic: bytes, columns: int, slots: int, pool: int, writer: int, positions: int) -> Self:
+        nbytes = _HEADER_NBYTES + 4 * (slots * columns + positions)
+        segment = HostSegment.create(nbytes, "tensorferry-words")
+        header = _HEADER.pack(magic, PAGE_VERSION, slots, pool, writer, positions)
         segment.data[: len(header)] = np.frombuffer(header, np.uint8)
-        return cls(segment, slots, columns)
+        return cls(segment, slots, columns, positions)
 
     @classmethod
-    def _attach(cls, magic: bytes, columns: int, fd: int, slots: int, pool: int, writer: int) -> Self:
-        segment = HostSegment.attach(fd, _HEADER_NBYTES + 4 * slots * columns)
+    def _attach(cls, magic: bytes, columns: int, fd: int, slots: int, pool: int, writer: int, positions: int) -> Self:
+        segment = HostSegment.attach(fd, _HEADER_NBYTES + 4 * (slots * columns + positions))
         found = _HEADER.unpack(segment.data[: _HEADER.size].tobytes())
-        wanted = (magic, PAGE_VERSION, slots, pool, writer)
+        wanted = (magic, PAGE_VERSION, slots, pool, writer, positions)
         if found != wanted:
             segment.close()
             raise AttachRefused(f"a page with header {found}; {wanted} was announced")
-        return cls(segment, slots, columns)
+        return cls(segment, slots, columns, positions)
 
     def store(self, column: int, slot: int, generation: int) -> None:
         fence()  # everything that this word vouches for before the word
@@ -89,18 +95,18 @@ def await_stores(landed: Callable[[], bool]) -> None:
 
 
 class ControlPage(Page):
-    """`lease`, `ready` and `poison`; written by the pool's producer alone."""
+    """`lease`, `ready` and `poison`, and `chunk` per position; written by the pool's producer alone."""
 
-    LEASE, READY, POISON = range(3)
-
-    @classmethod
-    def create(cls, slots: int, pool: int, writer: int) -> Self:
-        return cls._create(_CONTROL_MAGIC, 3, slots, pool, writer)
+    LEASE, READY, POISON, CHUNK = range(4)
 
     @classmethod
-    def attach(cls, fd: int, slots: int, pool: int, writer: int) -> Self:
+    def create(cls, slots: int, pool: int, writer: int, positions: int = 0) -> Self:
+        return cls._create(_CONTROL_MAGIC, 3, slots, pool, writer, positions)
+
+    @classmethod
+    def attach(cls, fd: int, slots: int, pool: int, writer: int, positions: int = 0) -> Self:
         """The caller keeps `fd` and may close it at once. Raises AttachRefused."""
-        return cls._attach(_CONTROL_MAGIC, 3, fd, slots, pool, writer)
+        return cls._attach(_CONTROL_MAGIC, 3, fd, slots, pool, writer, positions)
 
     def lend(self, slot: int, generation: int) -> None:
         self._scalars[0][slot] = generation
@@ -121,6 +127,16 @@ class ControlPage(Page):
         fence()
         return lease, ready, poison
 
+    def set_chunk(self, position: int, serial: int) -> None:
+        """0: the chunk there is retired."""
+        self.store(self.CHUNK, position, serial)
+
+    def chunk(self, position: int) -> int:
+        """The serial of the chunk that may be used at a position, 0: none."""
+        serial: int = self._scalars[self.CHUNK][position]
+        fence()
+        return serial
+
     def lease_words(self) -> Words:
         """The latest generation of every slot; the producer's own, so nothing is to be ordered."""
         return self._arrays[0]
@@ -131,18 +147,18 @@ class ControlPage(Page):
 
 
 class AckPage(Page):
-    """One word per slot of one pool; written by one consumer alone."""
+    """`ack` per slot and `dropped` per position of one pool; written by one consumer alone."""
 
-    ACK = 0
-
-    @classmethod
-    def create(cls, slots: int, pool: int, writer: int) -> Self:
-        return cls._create(_ACK_MAGIC, 1, slots, pool, writer)
+    ACK, DROPPED = range(2)
 
     @classmethod
-    def attach(cls, fd: int, slots: int, pool: int, writer: int) -> Self:
+    def create(cls, slots: int, pool: int, writer: int, positions: int = 0) -> Self:
+        return cls._create(_ACK_MAGIC, 1, slots, pool, writer, positions)
+
+    @classmethod
+    def attach(cls, fd: int, slots: int, pool: int, writer: int, positions: int = 0) -> Self:
         """The caller keeps `fd` and may close it at once. Raises AttachRefused."""
-        return cls._attach(_ACK_MAGIC, 1, fd, slots, pool, writer)
+        return cls._attach(_ACK_MAGIC, 1, fd, slots, pool, writer, positions)
 
     def acknowledge(self, slot: int, generation: int) -> None:
         self.store(self.ACK, slot, generation)
@@ -150,6 +166,20 @@ class AckPage(Page):
     def words(self) -> Words:
         fence()
         return self._arrays[0]
+
+    def acknowledged(self, slot: int) -> int:
+        """The generation that has landed."""
+        generation: int = self._scalars[self.ACK][slot]
+        fence()
+        return generation
+
+    def drop(self, position: int, serial: int) -> None:
+        """Of this chunk the consumer holds no mapping, handle or descriptor any more."""
+        self.store(self.DROPPED, position, serial)
+
+    def dropped_words(self) -> Words:
+        fence()
+        return self._arrays[1]
 
 
 if platform.machine() in ("x86_64", "AMD64"):

@@ -46,8 +46,8 @@ class Ledger:
     """The books of one pool."""
 
     def __init__(self, nbytes: int, slots: int, *, granule: int = 256, first_generation: int = 1) -> None:
-        """nbytes: of the pool; slots: leases at once; granule: bytes that ranges are rounded up to, so that
-        every range is aligned; first_generation: for tests that reach the last one."""
+        """nbytes: of the pool, 0 for one that is to `grow`; slots: leases at once; granule: bytes that ranges are
+        rounded up to, so that every range is aligned; first_generation: for tests that reach the last one."""
         self._granule = granule
         self._capacity = nbytes // granule * granule
         self._ranges = _FreeRanges(self._capacity)
@@ -83,6 +83,11 @@ class Ledger:
         return len(self._ranges)
 
     @property
+    def free(self) -> list[tuple[int, int]]:
+        """The free ranges, from byte to byte, in no order."""
+        return self._ranges.all()
+
+    @property
     def free_slots(self) -> int:
         return len(self._free_slots)
 
@@ -103,7 +108,7 @@ class Ledger:
         """Whether leases of these sizes could all be lent now. Changes nothing."""
         taken: list[tuple[int, int]] = []
         try:
-            for wanted in map(self._rounded, sizes):
+            for wanted in map(self.rounded, sizes):
                 offset = self._ranges.take(wanted)
                 if offset is None:
                     return False
@@ -115,6 +120,20 @@ class Ledger:
 
     def leases(self) -> list[Grant]:
         return [grant for grant, _ in (*self._open.values(), *self._settled.values())]
+
+    # --- an elastic pool's size
+
+    def grow(self, offset: int, nbytes: int) -> None:
+        """From now on this range may be lent too. It must be new here, and whole granules."""
+        self._ranges.give(offset, nbytes)
+        self._capacity += nbytes
+
+    def shrink(self, offset: int, nbytes: int) -> bool:
+        """Never lend this range again, unless it grows again. False, and nothing has changed, if any of it is lent."""
+        if not self._ranges.cut(offset, nbytes):
+            return False
+        self._capacity -= nbytes
+        return True
 
     # --- consumers
 
@@ -144,7 +163,7 @@ class Ledger:
 
     def lend(self, nbytes: int) -> Grant:
         """An open lease of at least nbytes (0 takes a granule too). Raises PoolFull; then nothing has changed."""
-        wanted = self._rounded(nbytes)
+        wanted = self.rounded(nbytes)
         offset = self._ranges.take(wanted) if self._free_slots else None
         if offset is None:
             raise PoolFull(nbytes, self._ranges.longest, len(self._free_slots))
@@ -254,7 +273,8 @@ class Ledger:
         """The leases that wait for this column."""
         return [grant for grant, columns in (*self._open.values(), *self._settled.values()) if column in columns]
 
-    def _rounded(self, nbytes: int) -> int:
+    def rounded(self, nbytes: int) -> int:
+        """What a lease of so many bytes takes."""
         return max(1, -(-nbytes // self._granule)) * self._granule
 
     def check_lent(self, grant: Grant) -> None:
@@ -299,6 +319,22 @@ class _FreeRanges:
     @property
     def longest(self) -> int:
         return self._sorted[-1] >> _OFFSET_BITS if self._sorted else 0
+
+    def all(self) -> list[tuple[int, int]]:
+        return [(offset, offset + size) for offset, size in self._size_at.items()]
+
+    def cut(self, offset: int, nbytes: int) -> bool:
+        """Take out exactly these bytes, if all of them are free."""
+        end = offset + nbytes
+        start = next((s for s, size in self._size_at.items() if s <= offset and end <= s + size), None)
+        if start is None:
+            return False
+        size = self._remove(start)
+        if start < offset:
+            self._add(start, offset - start)
+        if end < start + size:
+            self._add(end, start + size - end)
+        return True
 
     def take(self, nbytes: int) -> int | None:
         place = bisect_left(self._sorted, nbytes << _OFFSET_BITS)

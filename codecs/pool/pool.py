@@ -11,26 +11,31 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tensorferry.codecs.errors import AttachRefused, LeaseError, PoolClosed, PoolFull
+from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull
 from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_ipc import CudaSegment
+from tensorferry.codecs.memory.cuda_vmm import CHUNK_NBYTES, VmmSegment
 from tensorferry.codecs.memory.host import HostSegment
-from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Memory, Order
+from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Growing, Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Nonce, PoolDescription, Wire
 from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
+from tensorferry.codecs.pool.growth import Growth
+from tensorferry.codecs.pool.lease import Lease
 from tensorferry.codecs.pool.ledger import Grant, Ledger
+from tensorferry.codecs.pool.line import Sender
 from tensorferry.codecs.pool.statistics import PoolStatistics
 
 NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
+IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, unless they are told otherwise
 WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
 
 
@@ -52,18 +57,35 @@ class Attachment(Wire, frozen=True):
 class Pool:
     """See the module. Made by `create`, lends through `lease`, and must be closed."""
 
-    def __init__(self, segment: Memory, control: ControlPage, description: PoolDescription, producer: int) -> None:
+    def __init__(
+        self,
+        segment: Memory,
+        control: ControlPage,
+        description: PoolDescription,
+        producer: int,
+        *,
+        growing: Growing | None = None,
+        idle_s: float = IDLE_S,
+        grow_wait_s: float = GROW_WAIT_S,
+    ) -> None:
+        """growing: the segment, if its memory comes in chunks."""
         self.description = description
         self.producer = producer
         self._segment, self._control = segment, control
-        self._ledger = Ledger(description.nbytes, description.slots)
+        self._ledger = Ledger(0 if growing else description.nbytes, description.slots)
         self._consumers: dict[int, _Consumer] = {}
         self._lock = Lock()
         self._closed = False
+        self._growth_waits = 0
         self._leases = self._refused = self._struck = self._ended = self._foreign_words = 0
         self._published = [0] * description.slots  # last generation of each; the word may still be on its way
         self._lent_at_ns = [0] * description.slots
         self._lent_ns = self._longest_lent_ns = 0
+        self._grow_wait_s = grow_wait_s
+        self._growth: Growth | None = None
+        if growing is not None:
+            books = self._ledger, control, self._consumers, self._lock
+            self._growth = Growth(growing, *books, self._reclaim, idle_s)
 
     @classmethod
     def create(
@@ -71,34 +93,43 @@ class Pool:
         nbytes: int,
         slots: int = 4096,
         *,
-        memory: Literal["host", "cuda_ipc"] = "host",
+        memory: Literal["host", "cuda_ipc", "cuda_vmm"] = "host",
         device: int | None = None,
         producer: int | None = None,
         go_on: Callable[[], None] = lambda: None,
+        chunk_nbytes: int = CHUNK_NBYTES,
+        idle_s: float = IDLE_S,
+        grow_wait_s: float = GROW_WAIT_S,
     ) -> Pool:
-        """A pool of host memory, populated: nothing faults afterwards. Or of GPU memory, allocated.
+        """A pool of host memory, populated: nothing faults afterwards. Or of GPU memory, allocated. Or *elastic*
+        (cuda_vmm): of so much GPU memory at most, in chunks that come with demand and go when they are idle.
 
         device: the GPU that GPU memory lies on, as torch counts, the first by default; for host memory the GPU that
         writes it, if one does: views are then CUDA tensors over its pages. producer: the epoch of this process, random
         by default; go_on: called again and again while host memory is made, which can take seconds, and may raise to
-        give it up. Raises NoMemory; where a GPU is used NoDriver or CudaError.
+        give it up. Of elastic pools: chunk_nbytes: at most, see `chunks.divided`; idle_s: after so long without a lease
+        a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for a
+        chunk at most. Raises NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall.
         """
-        producer = producer or new_nonce()
-        description = PoolDescription(new_nonce(), memory, nbytes, slots)
+        producer, pool = producer or new_nonce(), new_nonce()
         with ExitStack() as undo:
             segment: Memory
-            if memory == "cuda_ipc":
+            growing: VmmSegment | None = None
+            if memory == "cuda_vmm":
+                segment = growing = VmmSegment.create(nbytes, device or 0, chunk_nbytes)
+            elif memory == "cuda_ipc":
                 segment = CudaSegment.create(nbytes, device or 0)
             elif device is not None:
                 segment = RegisteredSegment.create(nbytes, NAME, device, go_on)
             else:
                 segment = HostSegment.create(nbytes, NAME, go_on)
             undo.callback(segment.close)
-            control = ControlPage.create(slots, description.pool, producer)
+            description = PoolDescription(pool, memory, segment.nbytes, slots, growing.chunk_nbytes if growing else 0)
+            control = ControlPage.create(slots, pool, producer, positions_of(description))
             undo.callback(control.close)
             segment.adopt(control)
             undo.pop_all()
-        return cls(segment, control, description, producer)
+        return cls(segment, control, description, producer, growing=growing, idle_s=idle_s, grow_wait_s=grow_wait_s)
 
     def __enter__(self) -> Pool:
         return self
@@ -126,21 +157,32 @@ class Pool:
     def admit(self, attachment: Attachment, fds: Sequence[int]) -> int:
         """Take a consumer's ack page and process descriptors, which are this pool's from now on.
 
-        Returns the consumer's column. Raises AttachRefused.
+        Of an elastic pool, its end of the line too; the chunks that there are, are in it when this returns. Returns the
+        consumer's column. Raises AttachRefused.
         """
+        description, fds = self.description, list(fds)
         with ExitStack() as undo:
-            undo.callback(_close_all, fds)
-            if len(fds) != 2 or attachment.pool != self.description.pool:
+            undo.callback(_close_all, fds)  # the list as it is then
+            needed = 2 if self._growth is None else 3
+            if len(fds) != needed or attachment.pool != description.pool:
                 raise AttachRefused(
-                    f"{len(fds)} descriptors for pool {attachment.pool}; 2 for pool {self.description.pool} are needed"
+                    f"{len(fds)} descriptors for pool {attachment.pool}; {needed} for pool {description.pool} are "
+                    "needed"
                 )
             check_pidfd(fds[1])
-            page = AckPage.attach(fds[0], self.description.slots, attachment.pool, attachment.consumer)
+            positions = positions_of(description)
+            page = AckPage.attach(fds[0], description.slots, attachment.pool, attachment.consumer, positions)
             undo.callback(page.close)
+            line = None
+            if self._growth is not None:
+                line = Sender(fds.pop())
+                undo.callback(line.close)
             with self._lock():
                 self._check_open()
                 column = self._ledger.admit()
-                self._consumers[column] = _Consumer(attachment.consumer, page, fds[1])
+                self._consumers[column] = _Consumer(attachment.consumer, page, fds[1], line)
+                if self._growth is not None:
+                    self._growth.admitted(column)
             undo.pop_all()
         os.close(fds[0])
         return column
@@ -174,6 +216,8 @@ class Pool:
             found = []
             for column in sorted(self._consumers.keys() - self._ledger.quarantined):
                 foreign = int(np.count_nonzero(self._consumers[column].page.words() > lent))
+                if self._growth is not None:
+                    foreign += self._growth.foreign(column)
                 if foreign:
                     self._foreign_words += foreign
                     self._ledger.quarantine(column)
@@ -182,23 +226,27 @@ class Pool:
 
     # --- leases
 
-    def lease(self, nbytes: int) -> Lease:
+    def lease(self, nbytes: int, *, patient: bool = True) -> Lease:
         """A range of the pool to write into, for the length of a `with` block.
 
-        Entering raises PoolFull when nothing can be had now. The block's end settles the lease: dispatched, and it
-        is the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing may write to
-        the range after the block. In GPU memory: write on the stream that is current when the block begins, or
-        `View.join`; entering raises StreamCapturing too.
+        Entering raises PoolFull when nothing can be had now; in an elastic pool below its budget, when no chunk came
+        within `grow_wait_s`, or at once with patient=False. The block's end settles the lease: dispatched, and it is
+        the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing may write to the range
+        after the block. In GPU memory: write on the stream that is current when the block begins, or `View.join`;
+        entering raises StreamCapturing too.
         """
-        return Lease(self, nbytes)
+        return Lease(self, nbytes, patient)
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether leases of these sizes could all be had now, after a pass to reclaim what they need."""
+        """Whether leases of these sizes could all be had now, after a pass to reclaim what they need.
+
+        If not, an elastic pool starts to grow for them: see `growing`."""
         with self._lock():
             while not self._closed:
                 if self._ledger.fits(sizes):
                     return True
                 if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
+                    self._grows_for(sizes)
                     break
             return False
 
@@ -206,6 +254,11 @@ class Pool:
     def on_host(self) -> bool:
         """Whether what it lends is written by the host; otherwise views are tensors of a GPU."""
         return self._segment.on_host
+
+    def growing(self, sizes: Sequence[int]) -> bool:
+        """Whether an elastic pool is about to make room for leases of these sizes, which do not fit now."""
+        with self._lock():
+            return not self._closed and self._grows_for(sizes) is not None
 
     def private(self, nbytes: int) -> Bytes | None:
         """Memory like the pool's that is not of the pool; None for a host pool: any will do."""
@@ -222,7 +275,9 @@ class Pool:
 
     def statistics(self) -> PoolStatistics:
         with self._lock():
-            ledger = self._ledger
+            ledger, growth = self._ledger, self._growth
+            nbytes = self.description.nbytes
+            mapped_nbytes, retiring_nbytes = (nbytes, 0) if growth is None else growth.sizes()
             return PoolStatistics(
                 capacity_nbytes=ledger.capacity_nbytes,
                 lent_nbytes=ledger.lent_nbytes,
@@ -241,6 +296,13 @@ class Pool:
                 ended=self._ended,
                 lent_ms=self._lent_ns / max(1, self._ended) / 1e6,
                 longest_lent_ms=self._longest_lent_ns / 1e6,
+                reserved_nbytes=nbytes,
+                mapped_nbytes=mapped_nbytes,
+                retiring_nbytes=retiring_nbytes,
+                grown=0 if growth is None else growth.grown,
+                retired=0 if growth is None else growth.retired,
+                growth_waits=self._growth_waits,
+                growth_refused=0 if growth is None else growth.refused,
             )
 
     def close(self) -> None:
@@ -254,11 +316,33 @@ class Pool:
             self._closed = True
             for column in list(self._consumers):
                 self._strike(column)
+        if self._growth is not None:
+            self._growth.end()
+        with self._lock():
             control = self._control
             await_stores(lambda: control.column(control.READY) == self._published)
             self._segment.disown(control)
             control.close()
             self._segment.close()
+
+    def _lend(self, nbytes: int, patient: bool) -> Grant:
+        """Raises PoolFull. Waits outside the lock, and for this process's own thread alone: so it may be done while
+        leases are held."""
+        until = 0.0
+        while True:
+            with self._lock():
+                try:
+                    return self._lend_now(nbytes)
+                except PoolFull:
+                    asked = self._grows_for([nbytes])
+                    if not until:
+                        until = time.monotonic() + self._grow_wait_s
+                        self._growth_waits += asked is not None and patient
+                    if self._growth is None or asked is None or not patient or time.monotonic() >= until:
+                        self._refused += 1
+                        raise
+                    growth = self._growth
+            growth.wait(asked, until)
 
     # --- under the lock
 
@@ -266,23 +350,29 @@ class Pool:
         if self._closed:
             raise PoolClosed
 
-    def _lend(self, nbytes: int) -> Grant:
-        with self._lock():
-            self._check_open()
-            if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
-                self._reclaim()
-            while True:
-                try:
-                    grant = self._ledger.lend(nbytes)
-                    break
-                except PoolFull:
-                    if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
-                        self._refused += 1
-                        raise
-            self._leases += 1
-            self._lent_at_ns[grant.slot] = time.monotonic_ns()
-            self._control.lend(grant.slot, grant.generation)
-            return grant
+    def _lend_now(self, nbytes: int) -> Grant:
+        self._check_open()
+        if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
+            self._reclaim()
+        while True:
+            try:
+                grant = self._ledger.lend(nbytes)
+                break
+            except PoolFull:
+                if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
+                    raise
+        self._leases += 1
+        now_ns = self._lent_at_ns[grant.slot] = time.monotonic_ns()
+        self._control.lend(grant.slot, grant.generation)
+        if self._growth is not None:
+            self._growth.lent(now_ns)
+        return grant
+
+    def _grows_for(self, sizes: Sequence[int]) -> int | None:
+        """What to wait with until an elastic pool has grown for these sizes; None: it will not."""
+        if self._growth is None or self._ledger.free_slots < len(sizes):
+            return None
+        return self._growth.ask([self._ledger.rounded(size) for size in sizes])
 
     def _reclaim(self) -> int:
         if self._closed:
@@ -291,6 +381,8 @@ class Pool:
         ended = self._ledger.reclaim(self._control.ready_words(), acks, RECLAIM_AT_ONCE)
         if ended:
             now_ns = time.monotonic_ns()
+            if self._growth is not None:
+                self._growth.ended(ended, now_ns)
             lent_ns = [now_ns - self._lent_at_ns[grant.slot] for grant in ended]
             self._ended += len(ended)
             self._lent_ns += sum(lent_ns)
@@ -302,6 +394,9 @@ class Pool:
         self._ledger.strike(column)
         consumer.page.close()
         os.close(consumer.pidfd)
+        if self._growth is not None and consumer.line is not None:
+            self._growth.struck(column)
+            consumer.line.close()
 
     def _strike_dead(self) -> list[int]:
         dead = [column for column, consumer in self._consumers.items() if is_dead(consumer.pidfd)]
@@ -311,99 +406,16 @@ class Pool:
         return dead
 
 
-class Lease:
-    """An open lease, for the length of its block, where it has `grant` and `data`: uint8 of the size asked for.
-
-    A class and not a generator: entering and leaving one is a third of what a small tensor costs here.
-    """
-
-    grant: Grant
-    data: Bytes
-    order: Order  #: of the writes; ready comes after them in it
-
-    def __init__(self, pool: Pool, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._pool = pool
-        self._published = self._used = False
-        self._told: set[int] = set()
-
-    def __enter__(self) -> Self:
-        if self._used:
-            raise LeaseError(self.grant.slot, self.grant.generation, "is for one block; take another lease")
-        self.order = self._pool._segment.order()
-        grant = self.grant = self._pool._lend(self.nbytes)
-        self._used = True
-        self.data = self._pool._segment.lend(grant.offset, self.nbytes, self.order)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._settle()
-
-    def publish(self) -> None:
-        """The bytes are complete, in GPU memory as soon as what was queued is done. Implied by the first dispatch.
-
-        Raises PoolClosed; StreamCapturing.
-        """
-        with self._pool._lock():
-            self._pool._check_open()
-            self._publish()
-
-    def poison(self) -> None:
-        """The bytes will never be valid; consumers that were told get an error instead of a value.
-
-        Raises LeaseError when the lease has ended, PoolClosed.
-        """
-        with self._pool._lock():
-            self._pool._check_open()
-            self._pool._ledger.check_lent(self.grant)
-            self._pool._control.set_poison(self.grant.slot, self.grant.generation)
-
-    def dispatch(self, columns: Iterable[int]) -> None:
-        """These consumers are about to be sent a proxy; call it before the send.
-
-        Raises LeaseError, also for a consumer that was written off or quarantined, or told already: if a second send to
-        it failed, `retract` would take back the first. PoolClosed.
-        """
-        columns = tuple(columns)
-        with self._pool._lock():
-            self._pool._check_open()
-            for column in columns:
-                if column in self._told:
-                    raise LeaseError(
-                        self.grant.slot, self.grant.generation, f"column {column}: was dispatched to it already"
-                    )
-            self._publish()
-            self._pool._ledger.dispatch(self.grant, columns)
-            self._told.update(columns)
-
-    def retract(self, column: int) -> None:
-        """The send to this consumer certainly did not happen. Raises LeaseError when it owes nothing."""
-        with self._pool._lock():
-            self._pool._ledger.retract(self.grant, column)
-            self._told.discard(column)
-
-    def _publish(self) -> None:
-        if not self._published:
-            control = self._pool._control
-            self.order.store(control, control.READY, self.grant.slot, self.grant.generation)
-            self._pool._published[self.grant.slot] = self.grant.generation
-            self._published = True
-
-    def _settle(self) -> None:
-        self.data = None
-        self._pool._lock.run(self._end)
-
-    def _end(self) -> None:
-        if self._pool._closed:
-            return
-        self._publish()  # also when cancelled: the range may be lent again when the writer is done
-        self._pool._ledger.settle(self.grant)
-
-
 class _Consumer(NamedTuple):
     epoch: int
     page: AckPage
     pidfd: int
+    line: Sender | None = None  #: to consumers of an elastic pool
+
+
+def positions_of(description: PoolDescription) -> int:
+    """How many chunks a pool can have; 0: its memory does not come in chunks."""
+    return description.nbytes // description.chunk_nbytes if description.chunk_nbytes else 0
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
-    capacity_nbytes: int
+    capacity_nbytes: int  #: what could be lent if nothing were
     lent_nbytes: int
     peak_lent_nbytes: int  #: most ever lent at once; choose the budget from this
     longest_free_nbytes: int
@@ -23,6 +23,13 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     ended: int  #: leases that came back
     lent_ms: float  #: how long they were out, on average
     longest_lent_ms: float
+    reserved_nbytes: int  #: the budget: more memory than that is never held
+    mapped_nbytes: int  #: memory that leases may lie in
+    retiring_nbytes: int  #: memory that takes no more leases and that somebody still holds; counts in the budget
+    grown: int = 0  #: chunks that came, over the pool's life
+    retired: int = 0  #: chunks that were given back
+    growth_waits: int = 0  #: leases that waited for a chunk to come
+    growth_refused: int = 0  #: times the GPU had no memory left for a chunk
 
     @property
     def fragmentation(self) -> float:

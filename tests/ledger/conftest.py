@@ -50,6 +50,7 @@ EVENTS: dict[str, tuple[int, dict[str, st.SearchStrategy[Any]]]] = {
     "admit": (1, {"by_message": st.booleans()}),
     "strike": (1, {"which": any_of_them}),
     "quarantine": (1, {"which": any_of_them}),
+    "resize": (3, {"start": st.integers(0, CAPACITY - 1), "nbytes": st.integers(1, 6)}),
 }
 events = st.one_of(
     [
@@ -78,10 +79,12 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         first=st.sampled_from([1, 1, LAST_GENERATION - 2, LAST_GENERATION]),
         by_message=st.lists(st.sampled_from([False, False, False, True]), min_size=2, max_size=MOST_COLUMNS),
+        there=st.sampled_from([CAPACITY, CAPACITY, CAPACITY // 2, 0]),
     )
-    def open_the_books(self, slots: int, first: int, by_message: list[bool]) -> None:
+    def open_the_books(self, slots: int, first: int, by_message: list[bool], there: int) -> None:
         self.slots = slots
-        self.ledger = self.ledger_type(CAPACITY, slots, granule=1, first_generation=first)
+        self.ledger = self.ledger_type(there, slots, granule=1, first_generation=first)
+        self.there = set(range(there))  # the bytes that the pool has
         self.fifo = deque((slot, first) for slot in range(slots))
         self.retired = 0
         self.peak = 0
@@ -148,7 +151,7 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         assert possible, "lent although there was no room"
         assert grant.nbytes == max(1, nbytes), "not the bytes asked for"
         given = set(range(grant.offset, grant.offset + grant.nbytes))
-        assert given <= set(range(CAPACITY)), "a byte past the pool is lent"
+        assert given <= self.there, "a byte past the pool is lent"
         assert not given & self.taken(), "a byte is lent twice"
         name = (grant.slot, grant.generation)
         assert name not in self.names, "a name was given out twice"
@@ -160,6 +163,18 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         told &= self.columns - self.distrusted
         self.ledger.dispatch(grant, told)
         self.live[-1].owes.update(told)
+
+    def resize(self, start: int, nbytes: int) -> None:
+        """Take a range away that is there as a whole, or add those of its bytes that are not."""
+        wanted = set(range(start, min(CAPACITY, start + nbytes)))
+        if wanted <= self.there:
+            gone = self.ledger.shrink(start, len(wanted))
+            assert gone == (not wanted & self.taken()), "a range went that is lent, or did not though it is free"
+            if gone:
+                self.there -= wanted
+        elif not wanted & self.there:
+            self.ledger.grow(start, len(wanted))
+            self.there |= wanted
 
     def dispatch(self, which: int, choice: set[int]) -> None:
         if not (self.live and self.columns):
@@ -267,15 +282,19 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
     def free_runs(self) -> list[int]:
         """The length of every longest run of bytes that nobody has."""
         taken = self.taken()
-        runs = groupby(range(CAPACITY), key=taken.__contains__)
-        return [len(list(run)) for is_taken, run in runs if not is_taken]
+        runs = groupby(range(CAPACITY), key=lambda byte: byte in self.there and byte not in taken)
+        return [len(list(run)) for is_free, run in runs if is_free]
 
     # --- the laws
 
     @invariant()
     def no_byte_is_lost(self) -> None:
         lent = sum(lent.grant.nbytes for lent in self.live)
-        assert (self.ledger.lent_nbytes, self.ledger.free_nbytes) == (lent, CAPACITY - lent), "a byte is lost"
+        there = len(self.there)
+        assert (self.ledger.lent_nbytes, self.ledger.free_nbytes) == (lent, there - lent), "a byte is lost"
+        assert self.ledger.capacity_nbytes == there, "a byte is lost"
+        free = {byte for start, end in self.ledger.free for byte in range(start, end)}
+        assert free == self.there - self.taken(), "a byte is lost"
         assert self.ledger.peak_lent_nbytes == self.peak, "the peak is wrong"
 
     @invariant()

@@ -115,6 +115,37 @@ class LendsPastTheEnd(Ledger):
         return shifted
 
 
+class ShrinksWhatIsLent(Ledger):
+    def shrink(self, offset: int, nbytes: int) -> bool:
+        super().shrink(offset, nbytes)
+        return True
+
+
+class NeverShrinks(Ledger):
+    def shrink(self, offset: int, nbytes: int) -> bool:
+        return False
+
+
+class ShrinksTooMuch(Ledger):
+    def shrink(self, offset: int, nbytes: int) -> bool:
+        free = next((r for r in self.free if r[0] <= offset and offset + nbytes <= r[1]), None)
+        return free is not None and super().shrink(free[0], free[1] - free[0])
+
+
+class LendsWhatWasTakenAway(Ledger):
+    def shrink(self, offset: int, nbytes: int) -> bool:
+        if not super().shrink(offset, nbytes):
+            return False
+        self._ranges.give(offset, nbytes)
+        return True
+
+
+class GrowsWithoutJoining(Ledger):
+    def grow(self, offset: int, nbytes: int) -> None:
+        self._ranges._add(offset, nbytes)
+        self._capacity += nbytes
+
+
 class RepeatsAName(Ledger):
     def _end(self, slot: int) -> Grant:
         self._generations[slot] -= 1
@@ -237,6 +268,11 @@ MUTANTS: dict[type[Ledger], str] = {
     LosesAByte: "did not join|a byte is lost|free range is wrong",
     LendsTwice: "a byte is lent twice",
     LendsPastTheEnd: "a byte past the pool is lent",
+    ShrinksWhatIsLent: "a range went that is lent",
+    NeverShrinks: "did not though it is free",
+    ShrinksTooMuch: "a byte is lost|free range is wrong|did not join|although there was room",
+    LendsWhatWasTakenAway: "a byte is lost|a byte past the pool is lent|free range is wrong|did not join",
+    GrowsWithoutJoining: "did not join",
     RepeatsAName: "a name was given out twice",
     OutlivesTheLastGeneration: "a slot is lost",
     LastInFirstOut: "not the slot that was free for longest",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import socket
 import sys
 from contextlib import ExitStack
@@ -53,6 +54,11 @@ class Commands:
         torch = sum(name.partition(".")[0] == "torch" for name in sys.modules)
         return len(os.listdir("/proc/self/fd")), maps.count("/memfd:"), torch
 
+    def run_short_of_descriptors(self, short: bool) -> None:
+        """From now on open no more of them, or as many as at first."""
+        now = 3 if short else 1024  # the least number that a new one may not have
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
     def reset(self) -> None:
         self._view = self._copy = self._lease = None
         self._all.close()
@@ -67,6 +73,9 @@ class Commands:
 
     def detach(self, pool: int) -> None:
         self._reader.detach(pool)
+
+    def upkeep(self) -> None:
+        self._reader.upkeep()
 
     def read(self, payload: bytes, frames: list[bytes] = []) -> tuple[str, tuple[int, ...], str]:  # noqa: B006
         """Open it, look, and release it: (dtype, shape, digest)."""
@@ -113,8 +122,8 @@ class Commands:
 
     # --- as a producer
 
-    def create(self, nbytes: int, slots: int) -> None:
-        self._pool = self._all.enter_context(Pool.create(nbytes, slots))
+    def create(self, nbytes: int, slots: int, options: dict[str, Any] = {}) -> None:  # noqa: B006
+        self._pool = self._all.enter_context(Pool.create(nbytes, slots, **options))
 
     def export(self) -> bytes:
         assert self._pool is not None

@@ -36,6 +36,10 @@ FABRIC_NBYTES = 64
 
 def _real():
     """The module that this one stands for: importing it takes no driver."""
+    if __name__ == "stub_driver":  # beside the real one, in a test's own process
+        from cuda.bindings import driver
+
+        return driver
     spec = importlib.machinery.PathFinder.find_spec(__name__, cuda.bindings.__path__)
     module = importlib.util.module_from_spec(spec)
     ours, sys.modules[__name__] = sys.modules[__name__], module
@@ -49,7 +53,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-MAP_FIXED, PROT_RW = 0x10, mmap.PROT_READ | mmap.PROT_WRITE
+MAP_FIXED, PROT_NONE, PROT_RW = 0x10, 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def __getattr__(name):
@@ -99,11 +103,11 @@ def kind_of(arguments):
 # --- memory
 
 
-def mapped(fd, nbytes, address=None):
+def mapped(fd, nbytes, address=None, protection=PROT_RW):
     """An address; a private copy of zeros where the plan says that sharing garbles."""
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     fixed = 0 if address is None else MAP_FIXED
-    found = libc.mmap(address, nbytes, PROT_RW, flags | fixed, fd, 0)
+    found = libc.mmap(address, nbytes, protection, flags | fixed, fd, 0)
     assert found != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
     return found
 
@@ -228,6 +232,7 @@ CALLS = {
     "cuDevicePrimaryCtxRelease": lambda device: None,
     "cuCtxPushCurrent": lambda context: None,
     "cuCtxPopCurrent": lambda: real.CUcontext(0x1234),
+    "cuCtxSynchronize": lambda: None,
     "cuMemAlloc": allocate,
     "cuMemFree": free,
     "cuMemsetD8": lambda pointer, byte, nbytes: ctypes.memset(int(pointer), byte, nbytes) and None,
@@ -240,11 +245,14 @@ CALLS = {
     "cuMemRelease": release,
     "cuMemExportToShareableHandle": export,
     "cuMemImportFromShareableHandle": import_,
-    "cuMemAddressReserve": lambda nbytes, alignment, address, flags: real.CUdeviceptr(mapped(-1, nbytes)),
+    # As on a GPU, touching what is not mapped ends the process.
+    "cuMemAddressReserve": lambda nbytes, alignment, address, flags: real.CUdeviceptr(
+        mapped(-1, nbytes, None, PROT_NONE)
+    ),
     "cuMemAddressFree": lambda address, nbytes: libc.munmap(int(address), nbytes) and None,
     "cuMemMap": map_,
     "cuMemSetAccess": lambda address, nbytes, access, count: None,
-    "cuMemUnmap": lambda address, nbytes: mapped(-1, nbytes, int(address)) and None,
+    "cuMemUnmap": lambda address, nbytes: mapped(-1, nbytes, int(address), PROT_NONE) and None,
     "cuMemHostRegister": lambda address, nbytes, flags: None,
     "cuMemHostGetDevicePointer": lambda address, flags: real.CUdeviceptr(address),
     "cuMemHostUnregister": lambda address: None,

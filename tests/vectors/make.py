@@ -39,6 +39,9 @@ MESSAGES: dict[str, wire.Message] = {
     "welcome": wire.Welcome(1, ENCODER, TOKENIZER.epoch, ("pool",)),
     "welcome, refused": wire.Welcome(2, ENCODER, TOKENIZER.epoch, (), "protocol version 1; encoder speaks 2"),
     "pool": wire.Pool(TOKENIZER, wire.PoolDescription(PROXY.pool, "host", 256 << 20, 4096), "/run/broker"),
+    "pool, elastic": wire.Pool(
+        TOKENIZER, wire.PoolDescription(PROXY.pool, "cuda_vmm", 1 << 30, 4096, 64 << 20), "/run/broker"
+    ),
     "ready": wire.Ready(ENCODER, TOKENIZER.epoch),
     "ready, inline only": wire.Ready(ENCODER, TOKENIZER.epoch, "a memfd with seals 0x0; 0x17 are needed"),
     "heartbeat": wire.Heartbeat(SCHEDULER, 3, (wire.Gauge("queue_s", 0.25), wire.Gauge("waiting", -1.0))),

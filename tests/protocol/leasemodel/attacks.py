@@ -135,6 +135,13 @@ ATTACKS = [
         Law.TAINT,
     ),
     Attack(
+        "A13c",
+        "a chunk comes under the serial of one that was retired, and a cached import maps the old memory",
+        Rules(serials_are_not_used_again=False),
+        "an elastic pool",
+        Law.TAINT,
+    ),
+    Attack(
         "A13b",
         "a producer restarts under its old pool id, and cached imports map the old memory",
         Rules(pool_ids_carry_a_nonce=False),

@@ -109,7 +109,8 @@ def retire(m: Model, w: World, index: int) -> None:
     w.spend("retirements")
     pool = w.pools[index]
     m.tell and m.tell(f"{w.name(pool.producer)} retires chunk 0, m{pool.memory[0]}")
-    w.pool(index, memory=put(pool.memory, 0, GONE), serials=put(pool.serials, 0, pool.serials[0] + 1))
+    serial = pool.serials[0] + m.rules.serials_are_not_used_again
+    w.pool(index, memory=put(pool.memory, 0, GONE), serials=put(pool.serials, 0, serial))
 
 
 def poison(m: Model, w: World, index: int, slot: int) -> None:

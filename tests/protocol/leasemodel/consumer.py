@@ -140,7 +140,7 @@ def receive(m: Model, w: World, index: int, message: Encode) -> None:
     for old in w.lives[index].jobs:
         if old.state == "released" and old.lease[:2] == message.lease[:2]:
             w.job(index, old, None)
-    w.job(index, None, Job(message.lease, message.chunk, message.serial, *tag, message.group, copy=copy))
+    w.job(index, None, Job(message.lease, message.chunk, GONE, *tag, message.group, copy=copy))
 
 
 def _is_known(m: Model, w: World, index: int, lease: tuple[int, int, int]) -> bool:
@@ -167,6 +167,8 @@ def _owns(m: Model, w: World, life: Life, index: int, message: Encode) -> bool:
 def queue_read(m: Model, w: World, index: int, job: Job) -> None:
     """Step 4: the CPU has seen ready, so the read is queued, and on the same stream behind it the acknowledgement."""
     imported = _find_import(m, w, index, job)
+    held, job = job, job._replace(serial=imported.serial)
+    w.job(index, held, job)
     stream, lease = job.request % 2, job.lease
     if m.tell:
         what = ("" if m.rules.gate is Gate.HOST else "a wait and ") + f"its read of {w.lease_name(lease)}"
@@ -188,13 +190,16 @@ def queue_read(m: Model, w: World, index: int, job: Job) -> None:
 
 
 def _find_import(m: Model, w: World, index: int, job: Job) -> Import:
-    """The mapped memory of a proxy's chunk; opened now if this serial has not been seen (R6)."""
+    """The mapped memory of a proxy's chunk; opened now if there is no import of the serial in the producer's word (R6).
+
+    A proxy names no serial: while its lease is not acknowledged the word stands still."""
     pool, life = w.pools[job.lease[0]], w.lives[index]
+    serial = pool.serials[job.chunk]
     for imported in life.imports:
         if (imported.pool, imported.chunk) == (job.lease[0], job.chunk):
-            if imported.serial == job.serial or not m.rules.imports_are_keyed_by_serial:
+            if imported.serial == serial or not m.rules.imports_are_keyed_by_serial:
                 return imported
-    imported = Import(job.lease[0], job.chunk, job.serial, pool.memory[job.chunk])
+    imported = Import(job.lease[0], job.chunk, serial, pool.memory[job.chunk])
     w.life(index, imports=(*life.imports, imported))
     return imported
 

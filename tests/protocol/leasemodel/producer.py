@@ -136,7 +136,7 @@ def send_inline(m: Model, w: World, pool_index: int, number: int) -> None:
     m.tell and m.tell(f"{w.name(pool.producer)} sends {w.request_name(number, request.attempt)} inline: pool full")
     for life in plan[part].told:
         rank = int(w.lives[life].who[1:])
-        w.post(Encode(rank, life, (pool_index, 0, 0), 0, 0, number, request.attempt, part, _group(m, plan[part])))
+        w.post(Encode(rank, life, (pool_index, 0, 0), 0, number, request.attempt, part, _group(m, plan[part])))
     w.request(number, plan=plan, made=part + 1, due=_due(m, number, request.due, plan, part))
 
 
@@ -194,8 +194,7 @@ def _mark(m: Model, w: World, pool_index: int, draft: Draft, life: int) -> int:
 
 def _proxy(w: World, pool_index: int, draft: Draft, life: int, group: tuple[int, ...]) -> Encode:
     rank, lease = int(w.lives[life].who[1:]), (pool_index, draft.slot, draft.generation)
-    serial = w.pools[pool_index].serials[draft.chunk]
-    return Encode(rank, life, lease, draft.chunk, serial, draft.request, draft.attempt, draft.part, group)
+    return Encode(rank, life, lease, draft.chunk, draft.request, draft.attempt, draft.part, group)
 
 
 def send_refuses(m: Model, w: World, pool_index: int, draft: Draft) -> None:

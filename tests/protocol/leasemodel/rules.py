@@ -41,6 +41,7 @@ class Rules:
     what_is_queued_is_released_by_its_stream: bool = True
     # R6: no id is reused; one reader table a process
     imports_are_keyed_by_serial: bool = True
+    serials_are_not_used_again: bool = True
     pool_ids_carry_a_nonce: bool = True
     one_entry_per_lease_and_process: bool = True
     entries_stay_until_the_ack_is_seen: bool = True

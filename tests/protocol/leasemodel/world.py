@@ -85,7 +85,7 @@ class Job(NamedTuple):
 
     lease: tuple[int, int, int]
     chunk: int
-    serial: int
+    serial: int  #: as the producer's word was when the read was queued; GONE: it is not yet
     request: int
     attempt: int
     part: int
@@ -153,7 +153,6 @@ class Encode(NamedTuple):
     life: int  #: the epoch that was meant (R4)
     lease: tuple[int, int, int]  #: generation 0: inline, the bytes are in the message
     chunk: int
-    serial: int
     request: int
     attempt: int
     part: int

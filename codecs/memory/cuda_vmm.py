@@ -1,0 +1,263 @@
+"""A pool's bytes in chunks of GPU memory, mapped side by side into reserved addresses as they are needed.
+
+The producer makes chunks and exports them, a consumer imports them; each maps them at the same place of its own
+addresses, so an offset means the same to both, and a tensor may lie across chunks. Which chunks there are is decided
+elsewhere (`pool/chunks.py`); here is what it takes. Giving addresses back waits for the device, so do it off an event
+loop; nothing else here waits.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tensorferry.codecs.errors import AttachRefused, FerryError
+from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
+from tensorferry.codecs.memory.cuda_driver import Driver, HandleKind
+from tensorferry.codecs.memory.cuda_ipc import register, unregister
+from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Order
+from tensorferry.codecs.pool.chunks import divided
+
+if TYPE_CHECKING:
+    from tensorferry.codecs.pool.control import Page
+
+CHUNK_NBYTES = 64 << 20  #: a chunk costs about 1 ms to make and hand over, whatever its size
+
+
+class BudgetTooSmall(FerryError):
+    """A pool's budget is smaller than the smallest chunk."""
+
+    def __init__(self, nbytes: int, granularity: int) -> None:
+        super().__init__(nbytes, granularity)
+        self.nbytes, self.granularity = nbytes, granularity
+
+    def __str__(self) -> str:
+        return f"a pool of {self.nbytes} bytes: GPU memory comes in chunks of {self.granularity}; raise its budget_mb"
+
+
+class VmmSegment:
+    """Chunks of a GPU's memory that this process makes for a pool. See `memory.Growing`.
+
+    Holds: addresses, until `close`; of each chunk a mapping and a descriptor, until `shrink`; a reference to the
+    context. The handle that a chunk is made with is released as soon as it is mapped.
+    """
+
+    on_host = False
+    borrowed = True
+
+    def __init__(self, device: CudaDevice, nbytes: int, chunk_nbytes: int, kind: HandleKind = "posix_fd") -> None:
+        """Takes over the device. nbytes: a multiple of chunk_nbytes, and that one of the granularity."""
+        self.device, self.nbytes, self.chunk_nbytes = device, nbytes, chunk_nbytes
+        self._kind = kind
+        self._space = _Space(device, nbytes, chunk_nbytes, borrowed=True)
+        self._descriptors: dict[int, int] = {}
+
+    @classmethod
+    def create(cls, nbytes: int, ordinal: int, chunk_nbytes: int, kind: HandleKind = "posix_fd") -> VmmSegment:
+        """Addresses for a budget of nbytes, with nothing there. See `chunks.divided` for how it is cut.
+
+        ordinal: of the GPU, among those that this process sees. Raises NoDriver, CudaError, BudgetTooSmall.
+        """
+        with ExitStack() as undo:
+            device = CudaDevice(Driver.load(), ordinal)
+            undo.callback(device.close)
+            granularity = device.call("granularity", ordinal, kind)
+            positions, chunk_nbytes = divided(nbytes, chunk_nbytes, granularity)
+            if not positions:
+                raise BudgetTooSmall(nbytes, granularity)
+            segment = cls(device, positions * chunk_nbytes, chunk_nbytes, kind)
+            undo.pop_all()
+        return segment
+
+    # --- chunks
+
+    def grow(self, position: int) -> int:
+        device = self.device
+        chunk = device.call("create_chunk", device.ordinal, self.chunk_nbytes, self._kind)
+        with ExitStack() as undo:
+            undo.callback(device.call, "release_chunk", chunk)  # the mapping and the descriptor hold it from then on
+            with ExitStack() as failed:
+                descriptor = device.call("export_chunk", chunk, self._kind)
+                failed.callback(os.close, descriptor)
+                self._space.put(position, chunk)
+                failed.pop_all()
+            self._descriptors[position] = descriptor
+        return int(descriptor)
+
+    def shrink(self, position: int) -> None:
+        os.close(self._descriptors.pop(position))
+        self._space.take(position)
+
+    # --- as a pool's memory
+
+    def order(self) -> Order:
+        return self.device.order()
+
+    def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
+        return self._space.view(offset, nbytes)
+
+    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
+        assert isinstance(order, StreamOrder)
+        self.device.call("copy", into.data_ptr(), self._space.address + offset, into.nbytes, order.stream)
+
+    def returned(self, order: Order) -> None: ...
+
+    def private(self, nbytes: int) -> Bytes | None:
+        return self.device.empty(nbytes, self.device.current_stream())
+
+    def adopt(self, page: Page) -> None:
+        register(self.device, page)
+
+    def disown(self, page: Page) -> None:
+        unregister(self.device, page)
+
+    def descriptors(self) -> list[int]:
+        return []
+
+    def handle(self) -> GpuHandle | None:
+        return GpuHandle(self.device.uuid.bytes, b"")
+
+    def close(self) -> None:
+        """Waits for the device; consumers keep the chunks that they have until they detach."""
+        with ExitStack() as undo:
+            undo.callback(self.device.close)
+            undo.callback(self._space.close)
+            for descriptor in self._descriptors.values():
+                undo.callback(os.close, descriptor)
+            self._descriptors.clear()
+
+
+class VmmImport:
+    """Another process's VmmSegment (or this one's own), as it is mapped here. See `memory.Arriving`.
+
+    Holds: addresses, until `close`; of each chunk a mapping, until `unmap`. A reference to the context.
+    """
+
+    on_host = False
+
+    def __init__(
+        self, device: CudaDevice, nbytes: int, chunk_nbytes: int, gpu: GpuHandle, kind: HandleKind = "posix_fd"
+    ) -> None:
+        """Takes over the device."""
+        self.device, self.nbytes, self.chunk_nbytes = device, nbytes, chunk_nbytes
+        self.borrowed = device.uuid.bytes == gpu.device
+        self._kind = kind
+        self._space = _Space(device, nbytes, chunk_nbytes, borrowed=self.borrowed)
+
+    @classmethod
+    def attach(cls, gpu: GpuHandle, nbytes: int, chunk_nbytes: int, *, ordinal: int | None) -> VmmImport:
+        """Addresses for a peer's chunks, with nothing there.
+
+        ordinal: the device to have views on; None: the producer's own where this process sees it, or else this
+        thread's current one. Raises AttachRefused, NoDriver, CudaError.
+        """
+        with ExitStack() as undo:
+            device = CudaDevice.of(Driver.load(), gpu.device, ordinal)
+            undo.callback(device.close)
+            granularity = device.call("granularity", device.ordinal, "posix_fd")
+            if not chunk_nbytes or chunk_nbytes % granularity or not nbytes or nbytes % chunk_nbytes:
+                raise AttachRefused(
+                    f"{nbytes} bytes in chunks of {chunk_nbytes} were announced; a chunk is a multiple of "
+                    f"{granularity}, and a pool one of chunks"
+                )
+            imported = cls(device, nbytes, chunk_nbytes, gpu)
+            undo.pop_all()
+        return imported
+
+    # --- chunks
+
+    def map(self, position: int, descriptor: int) -> None:
+        chunk = self.device.call("import_chunk", descriptor, self._kind)
+        try:
+            self._space.put(position, chunk)
+        finally:
+            self.device.call("release_chunk", chunk)
+
+    def unmap(self, position: int) -> None:
+        self._space.take(position)
+
+    def settle(self) -> None:
+        self.device.call("synchronize_context")
+
+    # --- as a pool's memory
+
+    def order(self) -> Order:
+        return self.device.order()
+
+    def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
+        if self.borrowed:
+            return self._space.view(offset, nbytes)
+        assert isinstance(order, StreamOrder)
+        local = self.device.empty(nbytes, order.stream)
+        self.copy_out(offset, local, order)
+        return local
+
+    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
+        assert isinstance(order, StreamOrder)
+        self.device.call("copy", into.data_ptr(), self._space.address + offset, into.nbytes, order.stream)
+
+    def returned(self, order: Order) -> None: ...
+
+    def private(self, nbytes: int) -> Bytes | None:
+        return self.device.empty(nbytes, self.device.current_stream())
+
+    def adopt(self, page: Page) -> None:
+        register(self.device, page)
+
+    def disown(self, page: Page) -> None:
+        unregister(self.device, page)
+
+    def descriptors(self) -> list[int]:
+        return []
+
+    def handle(self) -> GpuHandle | None:
+        return None
+
+    def close(self) -> None:
+        """Waits for the device, if anything is mapped."""
+        with ExitStack() as undo:
+            undo.callback(self.device.close)
+            undo.callback(self._space.close)
+
+
+class _Space:
+    """Reserved addresses, and the chunks that are mapped there."""
+
+    def __init__(self, device: CudaDevice, nbytes: int, chunk_nbytes: int, *, borrowed: bool) -> None:
+        """borrowed: whether views of these bytes are handed out; else they are on another device than torch's."""
+        self._device, self._nbytes, self._chunk_nbytes = device, nbytes, chunk_nbytes
+        self._borrowed = borrowed
+        self.address: int = device.call("reserve", nbytes)
+        self._mapped: set[int] = set()
+        self._whole: Bytes = None
+
+    def put(self, position: int, chunk: int) -> None:
+        """Map a chunk, to be read and written from this device."""
+        address = self.address + position * self._chunk_nbytes
+        self._device.call("map", address, self._chunk_nbytes, chunk, self._device.ordinal)
+        self._mapped.add(position)
+        if position == 0 and self._borrowed and self._whole is None:
+            try:  # torch asks the driver about a tensor's first byte, when it is made and never again
+                self._whole = self._device.over(self.address, self._nbytes)
+            except BaseException:
+                self.take(position)
+                raise
+
+    def take(self, position: int) -> None:
+        self._device.call("unmap", self.address + position * self._chunk_nbytes, self._chunk_nbytes)
+        self._mapped.remove(position)
+
+    def view(self, offset: int, nbytes: int) -> Bytes:
+        if self._whole is None:  # the first position was not mapped yet
+            return self._device.over(self.address + offset, max(1, nbytes))[:nbytes]
+        return self._whole[offset : offset + nbytes]
+
+    def close(self) -> None:
+        self._whole = None
+        with ExitStack() as undo:
+            undo.callback(self._device.call, "give_up", self.address, self._nbytes)
+            for position in self._mapped.copy():
+                undo.callback(self.take, position)
+            if self._mapped:
+                self._device.call("synchronize_context")

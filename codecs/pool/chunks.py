@@ -1,0 +1,226 @@
+"""Which chunks an elastic pool has, and which may come or go: pure decisions, no memory, clock, lock or socket.
+
+The pool's address space is cut into *positions*, one chunk each. A position is
+
+- *absent*: nothing is there, and a chunk may come;
+- *coming*: its chunk is being made;
+- *mapped*: its chunk has a *serial*, a number that no other chunk of this pool ever has;
+- *retiring*: its chunk takes no more leases. Its memory is still somebody's: this process's until it has unmapped it,
+  and that of every consumer that was sent it until that one has dropped it, or is proven dead. Only then is the
+  position absent again, so that there is never more memory than positions: the budget holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tensorferry.codecs.pool.ledger import Words
+
+LAST_SERIAL = (1 << 32) - 1
+Range = tuple[int, int]  #: from byte to byte of the pool
+
+
+@dataclass(slots=True)
+class _Retiring:
+    serial: int
+    owed: set[int]  #: columns that have not dropped it
+    here: bool = True  #: this process has it mapped
+
+
+@dataclass(slots=True)
+class _Mapped:
+    serial: int
+    used_ns: int  #: when its last lease ended, or later: when a chunk came, for then there was need of all
+    sent: set[int] = field(default_factory=set)  #: columns that have its descriptor, or had it
+
+
+class Chunks:
+    """The positions of one pool. Times are of any clock that goes forward, in nanoseconds."""
+
+    def __init__(self, positions: int, chunk_nbytes: int, *, first_serial: int = 1) -> None:
+        """first_serial: for tests that reach the last one."""
+        self.positions, self.chunk_nbytes = positions, chunk_nbytes
+        self._mapped: dict[int, _Mapped] = {}
+        self._retiring: dict[int, _Retiring] = {}
+        self._coming: set[int] = set()
+        self._serial = first_serial - 1
+
+    # --- what there is
+
+    @property
+    def mapped(self) -> list[int]:
+        return sorted(self._mapped)
+
+    @property
+    def mapped_nbytes(self) -> int:
+        return self.chunk_nbytes * (len(self._mapped) + len(self._coming))
+
+    @property
+    def retiring_nbytes(self) -> int:
+        return self.chunk_nbytes * len(self._retiring)
+
+    def serial(self, position: int) -> int:
+        """Of a mapped chunk. Raises KeyError."""
+        return self._mapped[position].serial
+
+    def span(self, offset: int, nbytes: int) -> range:
+        """The positions that a range touches; an empty one touches its offset's."""
+        return span(offset, nbytes, self.chunk_nbytes)
+
+    # --- growing
+
+    def needed(self, free: Iterable[Range], sizes: Sequence[int]) -> list[int]:
+        """Positions whose chunks have yet to come for ranges of all these sizes to fit, beside each other.
+
+        free: what the ledger could lend now. As few as will do for each size in turn, the lowest of equally few; a
+        size that all chunks which may come would not make room for is passed over.
+        """
+        real = _joined(free)
+        taken = self._mapped.keys() | self._retiring.keys()
+        absent = [position for position in range(self.positions) if position not in taken]
+        absent = absent[: LAST_SERIAL - self._serial]
+        planned: list[int] = []
+        for size in sizes:
+            if not any(end - start >= size for start, end in real):
+                more = self._fewest(real, absent, size)
+                if not more:
+                    continue
+                planned += more
+                absent = [position for position in absent if position not in more]
+                real = _joined([*real, *map(self._range, more)])
+            start, end = min((r for r in real if r[1] - r[0] >= size), key=lambda r: (r[1] - r[0], r[0]))
+            real.remove((start, end))
+            if end - start > size:
+                real.append((start + size, end))
+        return planned
+
+    def _fewest(self, real: list[Range], absent: list[int], size: int) -> list[int]:
+        """The absent positions under the window of this size that touches the fewest of them; none: there is none."""
+        missing = set(absent)
+        best: list[int] = []
+        for start, end in _joined([*real, *map(self._range, absent)]):
+            borders = range(-(-start // self.chunk_nbytes) * self.chunk_nbytes, end - size + 1, self.chunk_nbytes)
+            for window in (start, *borders, end - size):
+                if start <= window and window + size <= end:
+                    touched = [position for position in self.span(window, size) if position in missing]
+                    if not best or (len(touched), touched) < (len(best), best):
+                        best = touched
+        return best
+
+    def begin(self, position: int) -> None:
+        """A chunk for an absent position is being made: `came` or `failed` follows."""
+        if not self._is_absent(position):
+            raise ValueError(f"position {position} is not absent")
+        self._coming.add(position)
+
+    def came(self, position: int, now_ns: int) -> int:
+        """It is mapped here; its serial."""
+        self._coming.remove(position)
+        self._serial += 1
+        self._mapped[position] = _Mapped(self._serial, now_ns)
+        for chunk in self._mapped.values():
+            chunk.used_ns = now_ns  # else the old spare would be given back before it can be lent with the new chunk
+        return self._serial
+
+    def failed(self, position: int) -> None:
+        self._coming.remove(position)
+
+    # --- use
+
+    def sent(self, position: int, column: int) -> None:
+        """This consumer has been sent the chunk's descriptor."""
+        self._mapped[position].sent.add(column)
+
+    def is_sent(self, position: int, column: int) -> bool:
+        return column in self._mapped[position].sent
+
+    def touch(self, offset: int, nbytes: int, now_ns: int) -> None:
+        """A lease of this range has ended."""
+        for position in self.span(offset, nbytes):
+            self._mapped[position].used_ns = now_ns
+
+    # --- shrinking
+
+    def idle(self, since_ns: int) -> list[int]:
+        """Mapped positions where no lease has ended since, the highest first. There may be leases out all the same."""
+        return sorted((p for p, chunk in self._mapped.items() if chunk.used_ns <= since_ns), reverse=True)
+
+    def retire(self, position: int) -> None:
+        """Its chunk takes no more leases, and none is left there. Raises KeyError for one that is not mapped."""
+        chunk = self._mapped.pop(position)
+        self._retiring[position] = _Retiring(chunk.serial, chunk.sent)
+
+    def unmapped(self, position: int) -> None:
+        """This process has a retiring chunk no more."""
+        self._retiring[position].here = False
+        self._settle(position)
+
+    def dropped(self, column: int, words: Words) -> None:
+        """What a consumer says: of each position, the last serial of which it holds nothing any more."""
+        for position, chunk in list(self._retiring.items()):
+            if words[position] == chunk.serial:
+                chunk.owed.discard(column)
+                self._settle(position)
+
+    def strike(self, column: int) -> None:
+        """A consumer is proven dead: it holds nothing."""
+        for mapped in self._mapped.values():
+            mapped.sent.discard(column)
+        for position, chunk in list(self._retiring.items()):
+            chunk.owed.discard(column)
+            self._settle(position)
+
+    @property
+    def last_serial(self) -> int:
+        """The last that was given out."""
+        return self._serial
+
+    # ---
+
+    def _settle(self, position: int) -> None:
+        chunk = self._retiring[position]
+        if not chunk.here and not chunk.owed:
+            del self._retiring[position]
+
+    def _is_absent(self, position: int) -> bool:
+        taken = position in self._mapped or position in self._retiring or position in self._coming
+        return 0 <= position < self.positions and not taken
+
+    def _range(self, position: int) -> Range:
+        return position * self.chunk_nbytes, (position + 1) * self.chunk_nbytes
+
+
+def span(offset: int, nbytes: int, chunk_nbytes: int) -> range:
+    """The positions that a range of a pool touches; an empty one touches its offset's."""
+    return range(offset // chunk_nbytes, (offset + max(1, nbytes) - 1) // chunk_nbytes + 1)
+
+
+def divided(nbytes: int, chunk_nbytes: int, granularity: int) -> tuple[int, int]:
+    """(positions, bytes of a chunk) for a budget: chunks of at most chunk_nbytes, and multiples of the granularity.
+
+    All chunks of a pool are equally large, so a budget that is no multiple of the wanted size gets smaller ones: those
+    that leave the least of it unused, down to half the wanted size, and the largest of equally good ones. The product
+    is never above nbytes; (0, 0) where not even one granule fits.
+    """
+    wanted = max(min(chunk_nbytes, nbytes) // granularity, 1) * granularity
+    if nbytes < granularity:
+        return 0, 0
+    fewest = -(-nbytes // wanted)
+    found = []
+    for positions in range(fewest, 2 * fewest + 1):
+        chunk = nbytes // positions // granularity * granularity
+        found.append((positions * chunk, -positions, chunk))
+    _, positions, chunk = max(found)
+    return -positions, chunk
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same bytes in as few ranges as will do, ascending."""
+    joined: list[Range] = []
+    for start, end in sorted(ranges):
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return joined

@@ -1,0 +1,250 @@
+"""Lets an elastic pool grow with demand and shrink when it is idle, in a thread of its own.
+
+Making a chunk takes about a millisecond and giving one back as long, so neither is done where tensors are handed out:
+the thread keeps a *spare*, free space of at least one chunk, and works whenever it is touched. A chunk's descriptor is
+in the line of every consumer before anything is lent there, so a proxy never finds it missing.
+
+A chunk is given back only when no lease touches it. A lease ends after its `ready` and its acknowledgements were seen
+on the host, so nobody has work queued on such a chunk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from tensorferry.codecs.errors import FerryError, LeaseError
+from tensorferry.codecs.locking import Lock
+from tensorferry.codecs.memory.cuda_driver import context_is_lost
+from tensorferry.codecs.memory.memory import Growing
+from tensorferry.codecs.pool.chunks import Chunks
+from tensorferry.codecs.pool.control import AckPage, ControlPage
+from tensorferry.codecs.pool.ledger import Grant, Ledger
+from tensorferry.codecs.pool.line import Sender
+
+REFUSED_S = 1.0  #: that no growth is tried after the GPU had no memory
+LOOK_S = 0.05  #: between two looks whether the spare can be had, while it cannot
+LOOKS = 8  #: at idle chunks, in the time after which they are given back
+MOST_LOOK_S, LEAST_LOOK_S = 0.5, 0.01
+
+
+class Holder(Protocol):
+    """As much of a consumer as this needs."""
+
+    @property
+    def page(self) -> AckPage: ...
+    @property
+    def line(self) -> Sender | None: ...
+
+
+class Growth:
+    """The chunks of one pool. Methods are called under the pool's lock, save `wait` and `end`."""
+
+    def __init__(
+        self,
+        memory: Growing,
+        ledger: Ledger,
+        control: ControlPage,
+        consumers: Mapping[int, Holder],
+        lock: Lock,
+        reclaim: Callable[[], object],
+        idle_s: float,
+    ) -> None:
+        """lock, ledger, control, consumers: the pool's. reclaim: ends leases that have come back. idle_s: after so long
+        without a lease a chunk is given back, but the spare."""
+        self.chunks = Chunks(memory.nbytes // memory.chunk_nbytes, memory.chunk_nbytes)
+        self.grown = self.retired = self.refused = 0
+        self._memory, self._ledger, self._control, self._consumers = memory, ledger, control, consumers
+        self._lock, self._reclaim, self._idle_ns = lock, reclaim, int(idle_s * 1e9)
+        self._descriptors: dict[int, int] = {}  # of mapped chunks, by position; the memory's
+        self._wanted: Sequence[int] = ()  # sizes that found no room
+        self._not_before_ns = 0  # when the spare is looked for again
+        self._refused_until_ns = 0
+        self._lost: FerryError | None = None  # the problem that cost this process its GPU
+        self._unsent = False  # whether a chunk could not be sent to somebody
+        self._ended = False
+        self._wake = threading.Event()
+        self._news = threading.Condition()
+        self._round = 0  # counts what may have made room
+        self._thread = threading.Thread(target=self._run, name="tensorferry-growth", daemon=True)
+        self._wake.set()  # for the first spare
+        self._thread.start()
+
+    # --- for the pool, under its lock
+
+    def ask(self, sizes: Sequence[int]) -> int | None:
+        """Room is wanted for ranges of these sizes, all at once. What to `wait` with; None: growing cannot make it."""
+        if self._lost is not None:
+            raise self._lost
+        if self._ended or time.monotonic_ns() < self._refused_until_ns:
+            return None
+        self._hear()
+        if not self.chunks.needed(self._ledger.free, sizes):
+            return None
+        self._wanted = tuple(sizes)
+        self._wake.set()
+        return self._round
+
+    def lent(self, now_ns: int) -> None:
+        """Something was lent: see to the spare."""
+        if self._ledger.longest_free_nbytes < self.chunks.chunk_nbytes and now_ns >= self._not_before_ns:
+            self._not_before_ns = now_ns + int(LOOK_S * 1e9)
+            self._wake.set()
+
+    def ended(self, leases: Sequence[Grant], now_ns: int) -> None:
+        for grant in leases:
+            self.chunks.touch(grant.offset, grant.nbytes, now_ns)
+
+    def admitted(self, column: int) -> None:
+        """A consumer has come: it is sent every chunk that there is."""
+        for position in self.chunks.mapped:
+            self._send(column, position)
+
+    def struck(self, column: int) -> None:
+        self.chunks.strike(column)
+
+    def check_sent(self, column: int, grant: Grant) -> None:
+        """Raises LeaseError for a consumer that does not have all chunks of a lease, as it does not take them."""
+        for position in self.chunks.span(grant.offset, grant.nbytes):
+            if not self.chunks.is_sent(position, column) and not self._send(column, position):
+                problem = f"the consumer of column {column} does not take its chunk at {position}"
+                raise LeaseError(grant.slot, grant.generation, problem)
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes that are mapped here, and bytes that are retired and that somebody still holds."""
+        self._hear()
+        return self.chunks.mapped_nbytes, self.chunks.retiring_nbytes
+
+    def foreign(self, column: int) -> int:
+        """How many words of a consumer name a chunk that there never was."""
+        words = self._consumers[column].page.dropped_words()
+        return int((words > self.chunks.last_serial).sum())
+
+    # --- for others
+
+    def wait(self, since: int, until: float) -> bool:
+        """Until something was made room for after `ask` gave `since`; False: not by that time, of time.monotonic()."""
+        with self._news:
+            return self._news.wait_for(lambda: self._round != since or self._ended, until - time.monotonic())
+
+    def end(self) -> None:
+        """End the thread, which takes as long as what it is doing. The chunks stay, and are the memory's to close."""
+        self._ended = True
+        self._wake.set()
+        self._announce()
+        self._thread.join()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._wake.wait(self._patience_s())
+            self._wake.clear()
+            self._grow()
+            self._shrink()
+
+    def _patience_s(self) -> float | None:
+        """How long nothing need be looked at: for ever where there is the spare alone, so an idle pool never wakes."""
+        if len(self.chunks.mapped) > 1 or self._unsent:
+            return min(MOST_LOOK_S, max(LEAST_LOOK_S, self._idle_ns / 1e9 / LOOKS))
+        return None
+
+    def _grow(self) -> None:
+        """Map what is wanted, and a spare."""
+        with self._lock():
+            self._reclaim()
+            self._hear()
+            self._send_again()
+            wanted, self._wanted = self._wanted, ()
+            positions: list[int] = []
+            if time.monotonic_ns() >= self._refused_until_ns:
+                positions = self.chunks.needed(self._ledger.free, [*wanted, self.chunks.chunk_nbytes])
+        for position in positions:
+            if not self._map(position):
+                break
+        self._announce()
+
+    def _map(self, position: int) -> bool:
+        """Whether a chunk came there."""
+        with self._lock():
+            if self._ended:
+                return False
+            self.chunks.begin(position)
+        try:
+            descriptor = self._memory.grow(position)
+        except FerryError as problem:
+            with self._lock():
+                self.chunks.failed(position)
+                self.refused += 1
+                self._refused_until_ns = self._not_before_ns = time.monotonic_ns() + int(REFUSED_S * 1e9)
+                if context_is_lost(problem):
+                    self._lost = problem
+            return False
+        with self._lock():
+            serial = self.chunks.came(position, time.monotonic_ns())
+            self._descriptors[position] = descriptor
+            self._control.set_chunk(position, serial)  # before it is sent: what is in no word is taken for retired
+            for column in self._consumers:
+                self._send(column, position)
+            self._ledger.grow(position * self.chunks.chunk_nbytes, self.chunks.chunk_nbytes)
+            self.grown += 1
+            self._not_before_ns = 0
+        self._announce()
+        return True
+
+    def _shrink(self) -> None:
+        """Give back what nobody has used for so long, but a spare."""
+        while True:
+            with self._lock():
+                position = None if self._ended else self._surplus()
+                if position is None:
+                    return
+                self.chunks.retire(position)
+                self._control.set_chunk(position, 0)
+                del self._descriptors[position]
+            self._memory.shrink(position)
+            with self._lock():
+                self.chunks.unmapped(position)
+                self.retired += 1
+
+    def _surplus(self) -> int | None:
+        """An idle position that the ledger has let go of, and that leaves a spare."""
+        nbytes = self.chunks.chunk_nbytes
+        for position in self.chunks.idle(time.monotonic_ns() - self._idle_ns):
+            if self._ledger.shrink(position * nbytes, nbytes):
+                if self._ledger.longest_free_nbytes >= nbytes:
+                    return position
+                self._ledger.grow(position * nbytes, nbytes)
+        return None
+
+    # ---
+
+    def _hear(self) -> None:
+        """See what consumers have dropped. One that is quarantined is not believed."""
+        if self.chunks.retiring_nbytes:
+            for column, consumer in self._consumers.items():
+                if column not in self._ledger.quarantined:
+                    self.chunks.dropped(column, consumer.page.dropped_words())
+
+    def _send(self, column: int, position: int) -> bool:
+        line = self._consumers[column].line
+        if line is None or not line.send(self.chunks.serial(position), position, self._descriptors[position]):
+            self._unsent = True
+            return False
+        self.chunks.sent(position, column)
+        return True
+
+    def _send_again(self) -> None:
+        if self._unsent:
+            self._unsent = False
+            for column in self._consumers:
+                for position in self.chunks.mapped:
+                    if not self.chunks.is_sent(position, column):
+                        self._send(column, position)
+
+    def _announce(self) -> None:
+        with self._news:
+            self._round += 1
+            self._news.notify_all()

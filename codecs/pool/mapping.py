@@ -1,0 +1,148 @@
+"""A consumer's side of an elastic pool: chunks are mapped when something lies in them, and dropped when retired.
+
+Which chunk may be used at a position is a word of the producer's, and its descriptor is in the line before any proxy
+that needs it. While this process has a lease that it has not acknowledged, no chunk that the lease touches is retired,
+so its words stand still from the look at `lease` to the last read: a mapping that matches the word is the right one,
+and one that does not is never used.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from tensorferry.codecs.errors import StaleLease
+from tensorferry.codecs.memory.memory import Arriving
+from tensorferry.codecs.messages import Proxy
+from tensorferry.codecs.pool.chunks import span
+from tensorferry.codecs.pool.control import AckPage, ControlPage
+from tensorferry.codecs.pool.line import Receiver
+
+
+class Mapping:
+    """The chunks of one pool, as they are mapped here. Thread-safe; its lock is held for one chunk at a time."""
+
+    def __init__(
+        self,
+        memory: Arriving,
+        control: ControlPage,
+        acks: AckPage,
+        line: Receiver,
+        chunk_nbytes: int,
+        acknowledged: Sequence[int],
+    ) -> None:
+        """Takes over the line; the rest is the reader's, and outlives this.
+
+        acknowledged: of each slot, the last generation that this process has given back; its word may be on its way."""
+        self._memory, self._control, self._acks, self._line = memory, control, acks, line
+        self._chunk_nbytes, self._acknowledged = chunk_nbytes, acknowledged
+        self._mapped: dict[int, int] = {}  # position -> serial
+        self._arrived: dict[int, tuple[int, int]] = {}  # position -> (serial, descriptor), not mapped yet
+        self._read: dict[int, dict[int, int]] = {}  # position -> slot -> last generation that was read there
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def use(self, proxy: Proxy, nbytes: int) -> None:
+        """See that all chunks of a living lease are mapped. Raises StaleLease for one that lies where none is, and
+        what the memory raises."""
+        with self._lock:
+            for position in span(proxy.offset, nbytes, self._chunk_nbytes):
+                serial = self._control.chunk(position)
+                if self._mapped.get(position) != serial or not serial:
+                    self._map(position, serial, proxy)
+                self._read.setdefault(position, {})[proxy.slot] = proxy.generation
+
+    def upkeep(self) -> None:
+        """Drop what was retired, and map what has come, ahead of need."""
+        with self._lock:
+            if self._closed:
+                return
+            self._receive()
+            arrived, mapped = list(self._arrived), list(self._mapped)
+        for position in mapped:
+            with self._lock:
+                serial = self._mapped.get(position)
+                if serial is not None and self._control.chunk(position) != serial and self._has_landed(position):
+                    self._drop(position)
+        for position in arrived:
+            with self._lock:
+                if position in self._arrived:
+                    self._take(position)
+
+    def close(self) -> None:
+        """Give everything up, and say so. Nothing may be open; waits for the device."""
+        with self._lock:
+            self._closed = True
+            self._line.shut()  # what is not in it yet can no longer be sent, so nothing is missed below
+            try:
+                if self._mapped:
+                    self._memory.settle()
+                for position in list(self._mapped):
+                    self._drop(position)
+            finally:
+                self._receive()
+                for position in list(self._arrived):
+                    self._refuse(position)
+                self._line.close()
+
+    # --- under the lock
+
+    def _map(self, position: int, serial: int, proxy: Proxy) -> None:
+        """Map the chunk of this serial, which should be in the line."""
+        if not serial:
+            problem = f"lies at position {position}, where there is no chunk"
+            raise StaleLease(proxy.slot, proxy.generation, problem)
+        if self._arrived.get(position, (0, 0))[0] != serial:
+            self._receive()
+        if position in self._arrived:
+            self._take(position)
+        if self._mapped.get(position) != serial:
+            problem = f"lies in chunk {serial} of position {position}, which has not come"
+            raise StaleLease(proxy.slot, proxy.generation, problem)
+
+    def _receive(self) -> None:
+        """Empty the line."""
+        while (chunk := self._line.receive()) is not None:
+            serial, position, descriptor = chunk
+            known = position in self._arrived or position in self._mapped
+            if not known and position * self._chunk_nbytes < self._memory.nbytes:
+                if descriptor >= 0:
+                    self._arrived[position] = serial, descriptor
+                else:
+                    self._acks.drop(position, serial)
+            elif descriptor >= 0:
+                os.close(descriptor)  # no producer that keeps the protocol sends this: the last one is not dropped yet
+
+    def _take(self, position: int) -> None:
+        """Map a chunk that has come, or drop it if it was retired meanwhile. If it cannot be mapped, it stays."""
+        serial, descriptor = self._arrived[position]
+        if self._control.chunk(position) != serial:
+            self._refuse(position)
+            return
+        self._memory.map(position, descriptor)
+        del self._arrived[position]
+        os.close(descriptor)
+        self._mapped[position] = serial
+
+    def _refuse(self, position: int) -> None:
+        serial, descriptor = self._arrived.pop(position)
+        os.close(descriptor)
+        self._acks.drop(position, serial)
+
+    def _has_landed(self, position: int) -> bool:
+        """Whether the acknowledgements of all that was read there can be seen: then nothing is queued on it.
+
+        Where the producer keeps the protocol they can, or it had not retired the chunk. Unmapping never waits, and
+        would cost this process its GPU.
+        """
+        for slot, generation in self._read.get(position, {}).items():
+            if self._acks.acknowledged(slot) != generation and self._acknowledged[slot] <= generation:
+                return False
+        return True
+
+    def _drop(self, position: int) -> None:
+        self._memory.unmap(position)
+        serial = self._mapped.pop(position)
+        self._read.pop(position, None)
+        self._acks.drop(position, serial)

@@ -1,0 +1,856 @@
+"""Elastic pools between real processes, over a driver whose memory is memfds: growing, giving back, and every death.
+
+What a GPU does with the same code is tested in `tests/gpu`. Touching what is not mapped is a segmentation fault here
+too, and memory is there for as long as anybody has it mapped or holds a descriptor of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tensorferry.codecs.errors import AttachRefused, LeaseError, PeerGone, PoolFull
+from tensorferry.codecs.memory import cuda_vmm
+from tensorferry.codecs.memory.cuda_driver import CudaError, Driver
+from tensorferry.codecs.memory.cuda_vmm import BudgetTooSmall
+from tensorferry.codecs.messages import Origin, Proxy
+from tensorferry.codecs.pool import growth
+from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.publisher import Publisher
+from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.tensors import CODES
+from tensorferry.pipeline.broker import Broker, attach
+
+MIB = 1 << 20
+CHUNK = 2 * MIB  #: the stub's granularity
+IDLE_S = 0.05
+FOREVER_S = 1000.0
+WAIT_S = 20.0  #: for growth, in tests that are not about how long it takes
+Peer = Any  #: conftest.Peer
+Until = Callable[..., None]
+encode = msgspec.msgpack.encode
+
+
+class Stub:
+    """The stub driver and its device in this process."""
+
+    def __init__(self, driver: Any, device: Any, environ: dict[str, str]) -> None:
+        self.driver, self.device = driver, device
+        self.environ = environ
+
+    def refuse(self, call: str, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
+        """Let a driver call of this process fail from now on."""
+        self.driver.PLAN.setdefault("fail", {})[call] = result
+
+    def allow(self) -> None:
+        self.driver.PLAN["fail"] = {}
+
+
+@pytest.fixture
+def stub(stub_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stub_cuda"))
+    import stub_device  # type: ignore[import-not-found]
+
+    bindings = stub_cuda.beside()
+    monkeypatch.setattr(cuda_vmm, "CudaDevice", stub_device.StubDevice)
+    monkeypatch.setattr(stub_device.StubDevice, "held", None)
+    monkeypatch.setattr(cuda_vmm, "Driver", type("Loaded", (Driver,), {"load": lambda: Driver(bindings)}))
+    wanted = {name: stub_cuda.environ[name] for name in ("STUB_CUDA", "PYTHONPATH")}
+    return Stub(bindings, stub_device.StubDevice, wanted)
+
+
+Create = Callable[..., Pool]
+
+
+@pytest.fixture
+def create(stub: Stub) -> Iterator[Create]:
+    """Pools of so many chunks; an `idle_s` is for tests in which they shrink."""
+    with ExitStack() as pools:
+
+        def make(chunks: int, *, slots: int = 8, idle_s: float = FOREVER_S, grow_wait_s: float = WAIT_S) -> Pool:
+            return pools.enter_context(
+                Pool.create(
+                    chunks * CHUNK,
+                    slots,
+                    memory="cuda_vmm",
+                    chunk_nbytes=CHUNK,
+                    idle_s=idle_s,
+                    grow_wait_s=grow_wait_s,
+                )
+            )
+
+        yield make
+
+
+@pytest.fixture
+def start(start_peer: Callable[..., Peer], stub: Stub) -> Callable[[], Peer]:
+    return lambda: start_peer("chunk_peer.py", **stub.environ)
+
+
+def connect(pool: Pool, peer: Peer) -> int:
+    """Give a peer this pool; its column."""
+    export, fds = pool.export()
+    answer = peer.ask("attach", encode(export), fds=fds)
+    for fd in fds:
+        os.close(fd)
+    return pool.admit(msgspec.msgpack.decode(answer, type=Attachment), peer.fds)
+
+
+def connect_to(peer: Peer, reader: Reader) -> int:
+    """Take a peer's pool; our column."""
+    export = msgspec.msgpack.decode(peer.ask("export"), type=Export)
+    attachment, fds = reader.attach(export, peer.fds)
+    column: int = peer.ask("admit", encode(attachment), fds=fds)
+    for fd in fds:
+        os.close(fd)
+    return column
+
+
+def connect_here(pool: Pool, reader: Reader) -> int:
+    return pool.admit(*reader.attach(*pool.export()))
+
+
+def some(nbytes: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def digest(data: Any) -> str:
+    return hashlib.blake2b(bytes(data), digest_size=16).hexdigest()
+
+
+def publish(pool: Pool, column: int, data: np.ndarray[Any, Any]) -> Proxy:
+    with Publisher(pool).publish(data) as draft:
+        [proxy] = draft.dispatch(column, [])
+    assert isinstance(proxy, Proxy), "there was no room"
+    return proxy
+
+
+def fill(pool: Pool, column: int, count: int, nbytes: int = CHUNK) -> list[bytes]:
+    return [encode(publish(pool, column, some(nbytes, seed))) for seed in range(count)]
+
+
+def mapped(pool: Pool) -> int:
+    """Chunks that leases may lie in."""
+    return pool.statistics().mapped_nbytes // CHUNK
+
+
+def retiring(pool: Pool) -> int:
+    return pool.statistics().retiring_nbytes // CHUNK
+
+
+def is_at(pool: Pool, mapped_chunks: int | None, retiring_chunks: int | None = None) -> bool:
+    """Whether it has so many chunks, after a pass to take back what was acknowledged."""
+    while pool.reclaim():
+        pass
+    there = mapped(pool) == mapped_chunks if mapped_chunks is not None else True
+    return there and (retiring_chunks is None or retiring(pool) == retiring_chunks)
+
+
+def physical(*pids: int) -> int:
+    """Chunks of memory that these processes have mapped or hold a descriptor of. Source: proc(5)."""
+    inodes: set[int] = set()
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines():
+            if "memfd:stub-chunk" in line:
+                inodes.add(int(line.split()[4]))
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                path = f"/proc/{pid}/fd/{name}"
+                if "memfd:stub-chunk" in os.readlink(path):
+                    inodes.add(os.stat(path).st_ino)
+            except FileNotFoundError:
+                continue
+    return len(inodes)
+
+
+def out(pool: Pool) -> int:
+    pool.reclaim()
+    return pool.statistics().lent_slots
+
+
+# --- growing -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_pool_holds_addresses_and_a_spare(create: Create, until: Until) -> None:
+    pool = create(8)
+    until(lambda: pool.statistics().grown == 1)
+    statistics = pool.statistics()
+    assert (statistics.reserved_nbytes, statistics.mapped_nbytes, statistics.retiring_nbytes) == (8 * CHUNK, CHUNK, 0)
+    assert (statistics.capacity_nbytes, statistics.grown) == (CHUNK, 1)
+    assert physical(os.getpid()) == 1
+
+
+def test_it_grows_with_demand_and_a_peer_reads_all_of_it(
+    create: Create, start: Callable[[], Peer], until: Until
+) -> None:
+    pool, peer = create(8), start()
+    column = connect(pool, peer)
+    payloads = fill(pool, column, 8)
+    assert out(pool) == 8
+    assert (mapped(pool), physical(os.getpid())) == (8, 8)
+    for seed, payload in enumerate(payloads):
+        assert peer.ask("read", payload)[2] == digest(some(CHUNK, seed))
+    assert out(pool) == 0
+    peer.ask("reset")
+
+
+def test_the_spare_is_there_before_it_is_asked_for(create: Create, until: Until) -> None:
+    pool = create(8, grow_wait_s=0.0)
+
+    def has_spare() -> bool:
+        return pool.statistics().longest_free_nbytes >= CHUNK
+
+    with ExitStack() as leases:
+        for number in range(8):
+            until(has_spare)
+            assert mapped(pool) == number + 1, "the spare, and no more"
+            leases.enter_context(pool.lease(CHUNK))
+        with pytest.raises(PoolFull):
+            pool.lease(1).__enter__()
+
+
+def test_a_tensor_may_lie_in_three_chunks(create: Create, start: Callable[[], Peer]) -> None:
+    pool, peer = create(8), start()
+    column = connect(pool, peer)
+    with pool.lease(CHUNK // 2):
+        data = some(3 * CHUNK - 1000)
+        proxy = publish(pool, column, data)
+        assert (proxy.offset, mapped(pool)) == (CHUNK // 2, 5), "half a chunk of it was there; the last is the spare"
+        assert peer.ask("read", encode(proxy))[2] == digest(data)
+    peer.ask("reset")
+
+
+def test_a_lease_waits_no_longer_than_it_was_told(create: Create, stub: Stub, until: Until) -> None:
+    pool = create(4, grow_wait_s=0.1)
+    until(lambda: pool.statistics().grown == 1)
+    begun, go_on = threading.Event(), threading.Event()
+    memory = pool._growth._memory  # type: ignore[union-attr]
+    grow = memory.grow
+
+    def slowly(position: int) -> int:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return grow(position)
+
+    memory.grow = slowly  # type: ignore[method-assign]
+    with pytest.raises(PoolFull):
+        pool.lease(2 * CHUNK, patient=False).__enter__()
+    assert begun.wait(WAIT_S), "the impatient ask for room, too"
+    with pytest.raises(PoolFull):
+        pool.lease(2 * CHUNK).__enter__()
+    assert pool.statistics().refused == 2
+    assert pool.growing([2 * CHUNK])
+    go_on.set()
+    until(lambda: pool.fits([2 * CHUNK]))
+    with pool.lease(2 * CHUNK):
+        pass
+
+
+def test_what_the_budget_cannot_hold_is_not_waited_for(create: Create) -> None:
+    pool = create(4)  # waits for longer than a test may take
+    with pool.lease(3 * CHUNK):
+        assert not pool.growing([CHUNK + 1])
+        with pytest.raises(PoolFull):
+            pool.lease(CHUNK + 1).__enter__()
+        with pool.lease(CHUNK):
+            assert not pool.fits([1])
+    assert not pool.growing([5 * CHUNK])
+
+
+def test_room_for_several_is_asked_for_at_once(create: Create, until: Until) -> None:
+    pool = create(8)
+    sizes = [CHUNK + 1, CHUNK // 2, 2 * CHUNK, CHUNK]
+    assert pool.growing(sizes)
+    until(lambda: pool.fits(sizes))
+    assert mapped(pool) <= 6
+
+
+def test_all_slots_taken_is_no_reason_to_grow(create: Create) -> None:
+    pool = create(8, slots=1)
+    with pool.lease(1), pytest.raises(PoolFull):
+        pool.lease(CHUNK).__enter__()
+
+
+def test_no_memory_on_the_gpu_is_a_full_pool(
+    create: Create, stub: Stub, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "REFUSED_S", 0.2)
+    pool = create(4)
+    until(lambda: pool.statistics().grown == 1)
+    stub.refuse("cuMemCreate")
+    with pytest.raises(PoolFull):
+        pool.lease(2 * CHUNK).__enter__()
+    with pytest.raises(PoolFull):
+        pool.lease(2 * CHUNK).__enter__()  # refused without asking the GPU again so soon
+    assert pool.statistics().growth_refused == 1
+    assert mapped(pool) == 1
+    stub.allow()
+    until(lambda: pool.fits([2 * CHUNK]))
+
+
+@pytest.mark.parametrize("call", ["cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_a_chunk_that_comes_half_way_leaves_nothing(create: Create, stub: Stub, until: Until, call: str) -> None:
+    pool = create(4)
+    until(lambda: pool.statistics().grown == 1)
+    stub.refuse(call)
+    with pytest.raises(PoolFull):
+        pool.lease(2 * CHUNK).__enter__()
+    assert (mapped(pool), physical(os.getpid())) == (1, 1)
+    stub.allow()
+
+
+def test_r10_a_lost_context_is_told_to_who_asks(create: Create, stub: Stub, until: Until) -> None:
+    pool = create(4)
+    until(lambda: pool.statistics().grown == 1)
+    stub.refuse("cuMemCreate", "CUDA_ERROR_ILLEGAL_ADDRESS")
+    for _ in range(2):
+        with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+            pool.lease(2 * CHUNK).__enter__()
+    stub.allow()
+
+
+def test_a_budget_below_one_chunk_is_refused(stub: Stub) -> None:
+    with pytest.raises(BudgetTooSmall, match=f"{MIB} bytes: GPU memory comes in chunks of {CHUNK}"):
+        Pool.create(MIB, memory="cuda_vmm")
+
+
+def test_p5_a_budget_that_chunks_do_not_divide_stays_a_hard_cap(stub: Stub) -> None:
+    with Pool.create(341 * MIB, 8, memory="cuda_vmm") as pool:
+        assert (pool.description.nbytes, pool.description.chunk_nbytes) == (340 * MIB, 34 * MIB)
+
+
+# --- shrinking ---------------------------------------------------------------------------------------------------
+
+
+def test_idle_chunks_are_given_back_but_the_spare(create: Create, start: Callable[[], Peer], until: Until) -> None:
+    pool, peer = create(8, idle_s=IDLE_S), start()
+    column = connect(pool, peer)
+    for payload in fill(pool, column, 8):
+        peer.ask("acknowledge", payload)
+    until(lambda: is_at(pool, 1, 7))
+    peer.ask("upkeep")  # maps what is still there, and drops the rest
+    assert (mapped(pool), retiring(pool)) == (1, 0)
+    assert physical(os.getpid(), peer.pid) == 1
+    statistics = pool.statistics()
+    assert (statistics.grown, statistics.retired) == (8, 7)
+    peer.ask("reset")
+
+
+def test_a_chunk_with_a_lease_stays_and_so_does_a_spare_beside_it(create: Create, until: Until) -> None:
+    pool = create(8, idle_s=IDLE_S)
+    with ExitStack() as leases:
+        for _ in range(6):
+            leases.enter_context(pool.lease(CHUNK // 2 + 1))
+        kept = leases.enter_context(pool.lease(100))
+        leases.enter_context(pool.lease(CHUNK))
+        kept.data[:] = 7
+        inner = leases.pop_all()
+    with inner:
+        until(lambda: pool.statistics().longest_free_nbytes >= CHUNK)
+        assert bytes(kept.data) == b"\7" * 100
+    until(lambda: is_at(pool, 1))
+    assert pool.statistics().longest_free_nbytes == CHUNK
+
+
+def test_an_idle_pool_s_thread_sleeps(create: Create, start: Callable[[], Peer], until: Until) -> None:
+    pool = create(4, idle_s=IDLE_S)
+    with pool.lease(2 * CHUNK):
+        pass
+    until(lambda: is_at(pool, 1))
+    growing = pool._growth
+    assert growing is not None
+    assert growing._patience_s() is None
+
+
+def test_c3_a_stopped_importer_pins_its_chunks_alone_and_they_stay_in_the_budget(
+    create: Create, start: Callable[[], Peer], until: Until
+) -> None:
+    pool, stopped, other = create(4, idle_s=IDLE_S), start(), start()
+    columns = connect(pool, stopped), connect(pool, other)
+    for payload in fill(pool, columns[0], 2):
+        stopped.ask("read", payload)
+    stopped.stop()
+    for payload in fill(pool, columns[1], 4):  # the other two chunks it has in its line
+        other.ask("read", payload)
+    until(lambda: is_at(pool, 1, 3))
+    other.ask("upkeep")
+    assert retiring(pool) == 3, "the stopped process holds them"
+    with pytest.raises(PoolFull):  # not waited for either
+        pool.lease(2 * CHUNK).__enter__()
+    for seed in range(20):  # and the rest goes on
+        payload = encode(publish(pool, columns[1], some(CHUNK, seed)))
+        assert other.ask("read", payload)[2] == digest(some(CHUNK, seed))
+    assert pool.statistics().mapped_nbytes + pool.statistics().retiring_nbytes <= 4 * CHUNK
+    stopped.signal(signal.SIGCONT)
+    stopped.ask("upkeep")
+    assert retiring(pool) == 0
+    assert physical(os.getpid(), stopped.pid, other.pid) == 1
+    for payload in fill(pool, columns[0], 4):
+        stopped.ask("read", payload)
+    for each in (stopped, other):
+        each.ask("reset")
+
+
+def test_c3_a_killed_importer_holds_nothing(create: Create, start: Callable[[], Peer], until: Until) -> None:
+    pool, doomed = create(4, idle_s=IDLE_S), start()
+    column = connect(pool, doomed)
+    for payload in fill(pool, column, 4):
+        doomed.ask("read", payload)
+    until(lambda: is_at(pool, 1, 3))
+    doomed.kill()
+    with pool.lease(4 * CHUNK):  # finds it dead by itself
+        assert retiring(pool) == 0
+    assert pool.statistics().struck_consumers == 1
+
+
+def test_c3_killed_with_chunks_in_its_line(create: Create, start: Callable[[], Peer], until: Until) -> None:
+    pool, doomed = create(4, idle_s=IDLE_S), start()
+    connect(pool, doomed)
+    doomed.stop()
+    with pool.lease(4 * CHUNK):
+        pass
+    until(lambda: is_at(pool, 1, 3))
+    assert pool.strike_dead() == []
+    assert retiring(pool) == 3
+    doomed.kill()
+    assert len(pool.strike_dead()) == 1
+    assert retiring(pool) == 0
+
+
+def test_a_quarantined_importer_is_not_believed(create: Create, until: Until) -> None:
+    pool = create(4, idle_s=IDLE_S)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        [payload] = fill(pool, column, 1, 4 * CHUNK)
+        reader.acknowledge(msgspec.msgpack.decode(payload, type=Proxy))
+        assert out(pool) == 0
+        reader._pools[pool.description.pool].acks.drop(3, 77)
+        assert pool.check_words() == [column], "there never was a chunk 77"
+        until(lambda: retiring(pool) == 3)
+        reader.upkeep()
+        assert retiring(pool) == 3
+
+
+# --- what a proxy finds ----------------------------------------------------------------------------------------------
+
+
+def test_a13_a_cached_import_of_a_retired_chunk_is_never_read(
+    create: Create, start: Callable[[], Peer], until: Until
+) -> None:
+    """Chunk 3 is retired and grown again: the same position, offset and size, other memory."""
+    pool, peer = create(4, idle_s=IDLE_S), start()
+    column = connect(pool, peer)
+    old = [msgspec.msgpack.decode(payload, type=Proxy) for payload in fill(pool, column, 4)]
+    for proxy in old:
+        peer.ask("read", encode(proxy))  # which caches the import
+    until(lambda: is_at(pool, 1, 3))
+    assert not pool.fits([4 * CHUNK])
+    assert not pool.growing([4 * CHUNK]), "while the old memory is mapped over there, no new one comes to its place"
+    peer.ask("upkeep")
+    new = [msgspec.msgpack.decode(payload, type=Proxy) for payload in fill(pool, column, 4)]
+    assert sorted(proxy.offset for proxy in new) == sorted(proxy.offset for proxy in old)
+    for seed, proxy in enumerate(new):
+        assert peer.ask("read", encode(proxy))[2] == digest(some(CHUNK, seed))
+    peer.ask("reset")
+
+
+def test_a13_old_proxies_are_refused_before_any_memory_is_touched(
+    create: Create, start: Callable[[], Peer], until: Until, refused: Callable[..., AbstractContextManager[Any]]
+) -> None:
+    pool, peer = create(4, idle_s=IDLE_S), start()
+    column = connect(pool, peer)
+    payloads = fill(pool, column, 4)
+    for payload in payloads:
+        peer.ask("acknowledge", payload)
+    until(lambda: is_at(pool, 1, 3))
+    peer.ask("upkeep")
+    for payload in payloads:
+        with refused("StaleLease"):
+            peer.ask("read", payload)
+    peer.ask("reset")
+
+
+def test_a_lie_about_the_place_is_refused_where_there_is_no_chunk(
+    create: Create, start: Callable[[], Peer], until: Until, refused: Callable[..., AbstractContextManager[Any]]
+) -> None:
+    pool, peer = create(4), start()
+    column = connect(pool, peer)
+    until(lambda: pool.statistics().grown == 1)
+    proxy = publish(pool, column, some(100))
+    until(lambda: mapped(pool) == 2)
+    with refused("StaleLease", "where there is no chunk"):
+        peer.ask("read", encode(msgspec.structs.replace(proxy, offset=3 * CHUNK)))
+    assert out(pool) == 0, "the lease came back all the same"
+    peer.ask("reset")
+
+
+def test_a_late_consumer_finds_the_chunks_that_are_there(create: Create, start: Callable[[], Peer]) -> None:
+    pool, early, late = create(4), start(), start()
+    first = connect(pool, early)
+    early.ask("read", fill(pool, first, 1, 3 * CHUNK)[0])
+    second = connect(pool, late)
+    data = some(3 * CHUNK, 5)
+    assert late.ask("read", encode(publish(pool, second, data)))[2] == digest(data)
+    for each in (early, late):
+        each.ask("reset")
+
+
+def test_upkeep_maps_ahead_of_need(create: Create, stub: Stub) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        connect_here(pool, reader)
+        with pool.lease(3 * CHUNK):
+            reader.upkeep()
+            mapping = reader._pools[pool.description.pool].mapping
+            assert mapping is not None
+            assert len(mapping._mapped) >= 3
+
+
+def test_its_own_process_reads_it_too(create: Create) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        proxy = publish(pool, column, some(2 * CHUNK))
+        with reader.open(proxy) as view:
+            assert digest(view.data) == digest(some(2 * CHUNK))
+        assert out(pool) == 0
+
+
+def test_a_chunk_that_cannot_be_mapped_costs_its_lease_and_can_be_tried_again(create: Create, stub: Stub) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        first, second = publish(pool, column, some(100, 1)), publish(pool, column, some(100, 2))
+        stub.refuse("cuMemImportFromShareableHandle")
+        with pytest.raises(CudaError), reader.open(first):
+            raise AssertionError("opened")
+        stub.allow()
+        with reader.open(second) as view:
+            assert digest(view.data) == digest(some(100, 2))
+        assert out(pool) == 0
+
+
+# --- R7: giving up what somebody may still use ------------------------------------------------------------------------
+
+
+def test_b2_nothing_is_unmapped_while_its_acknowledgement_is_queued(create: Create, stub: Stub, until: Until) -> None:
+    """With a producer that retires too early, as none should: unmapping never waits, and costs its process the GPU."""
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        proxy = publish(pool, column, some(100))
+        imported = reader._pools[pool.description.pool]
+        with reader.open(proxy):
+            pool._control.set_chunk(0, 0)
+            reader.upkeep()
+            assert 0 in imported.mapping._mapped, "it is open"  # type: ignore[union-attr]
+            stub.device.hold()
+        reader.upkeep()
+        assert 0 in imported.mapping._mapped, "its acknowledgement is on its way"  # type: ignore[union-attr]
+        stub.device.let_go()
+        reader.upkeep()
+        assert 0 not in imported.mapping._mapped  # type: ignore[union-attr]
+        assert imported.acks.dropped_words()[0] == 1
+
+
+def test_b2_a_queued_acknowledgement_keeps_its_chunk_from_being_retired(
+    create: Create, stub: Stub, until: Until
+) -> None:
+    pool = create(4, idle_s=IDLE_S)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        proxy = publish(pool, column, some(4 * CHUNK))
+        with reader.open(proxy):
+            stub.device.hold()
+        pool.reclaim()
+        growing = pool._growth
+        assert growing is not None
+        growing._shrink()
+        assert (mapped(pool), pool.statistics().lent_slots) == (4, 1)
+        stub.device.let_go()
+        until(lambda: is_at(pool, 1))
+
+
+def test_r7_a_reader_that_detaches_holds_nothing_and_says_so(
+    create: Create, start: Callable[[], Peer], until: Until
+) -> None:
+    pool, peer, other = create(4, idle_s=IDLE_S), start(), start()
+    column = connect(pool, peer)
+    connect(pool, other)
+    peer.ask("read", fill(pool, column, 1)[0])
+    other.stop()
+    with pool.lease(4 * CHUNK):  # the rest is in its line
+        peer.ask("detach", pool.description.pool)
+        assert physical(peer.pid) == 0
+    other.signal(signal.SIGCONT)
+    other.ask("detach", pool.description.pool)
+    until(lambda: is_at(pool, 1, 0))
+    with pool.lease(4 * CHUNK) as lease, pytest.raises(LeaseError, match="does not take its chunk"):
+        lease.dispatch([column])
+    for each in (peer, other):
+        each.ask("reset")
+
+
+def test_a_closed_pool_s_bytes_stay_with_those_who_have_its_chunks(create: Create, start: Callable[[], Peer]) -> None:
+    pool, peer = create(4), start()
+    column = connect(pool, peer)
+    payload = encode(publish(pool, column, some(3 * CHUNK)))
+    pool.close()
+    assert peer.ask("read", payload)[2] == digest(some(3 * CHUNK)), "though it had mapped nothing until now"
+    peer.ask("detach", pool.description.pool)
+    assert physical(os.getpid(), peer.pid) == 0
+    peer.ask("reset")
+
+
+def test_l12_a_killed_producer_s_chunks_can_be_read_and_go_with_the_last_reader(
+    start: Callable[[], Peer], stub: Stub, until: Until
+) -> None:
+    producer = start()
+    producer.ask("create", 4 * CHUNK, 16, {"memory": "cuda_vmm", "chunk_nbytes": CHUNK, "grow_wait_s": WAIT_S})
+    with Reader() as reader:
+        column = connect_to(producer, reader)
+        proxies = [
+            msgspec.msgpack.decode(producer.ask("publish", column, bytes(some(190_000, seed))), type=Proxy)
+            for seed in range(14)
+        ]
+        unready = msgspec.msgpack.decode(producer.ask("begin", 1000), type=Proxy)
+        producer.kill()
+        for seed, proxy in enumerate(proxies):
+            with reader.open(proxy) as view:
+                assert digest(view.data) == digest(some(190_000, seed))
+        with pytest.raises(PeerGone):
+            reader.is_ready(unready)
+        reader.upkeep()
+        assert physical(os.getpid()) >= 2
+    assert physical(os.getpid()) == 0
+
+
+@pytest.mark.parametrize("moment", ["growing", "shrinking"])
+def test_c3_an_importer_killed_while_chunks_come_and_go(
+    create: Create, start: Callable[[], Peer], until: Until, moment: str
+) -> None:
+    pool, doomed, other = create(8, idle_s=IDLE_S), start(), start()
+    connect(pool, doomed)
+    column = connect(pool, other)
+    payloads = fill(pool, column, 4)
+    if moment == "growing":
+        doomed.send("upkeep")
+        doomed.kill()
+        payloads += fill(pool, column, 4)
+    for payload in payloads:
+        other.ask("read", payload)
+    if moment == "shrinking":
+        until(lambda: not is_at(pool, None, 0))
+        doomed.send("upkeep")
+        doomed.kill()
+    until(lambda: is_at(pool, 1))
+    pool.strike_dead()
+    other.ask("upkeep")
+    assert (retiring(pool), physical(os.getpid(), other.pid)) == (0, 1)
+    other.ask("reset")
+
+
+# --- over and over --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(240)
+def test_l4_100_times_to_the_budget_and_back_leaves_nothing(
+    create: Create, start: Callable[[], Peer], until: Until, belongings: Callable[[], Any]
+) -> None:
+    pool, peer = create(4, idle_s=0.02), start()
+    column = connect(pool, peer)
+
+    def there_and_back() -> None:
+        for payload in fill(pool, column, 4):
+            peer.ask("read", payload)
+        until(lambda: is_at(pool, 1))
+        peer.ask("upkeep")
+        until(lambda: is_at(pool, 1, 0))
+
+    there_and_back()
+    until(lambda: pool.statistics().longest_free_nbytes == CHUNK)
+    before, theirs = belongings(), peer.ask("belongings")
+    space = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    for _ in range(100):
+        there_and_back()
+    until(lambda: not belongings().gained_since(before))
+    assert peer.ask("belongings") == theirs
+    grown_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) - int(space)
+    assert grown_pages * 4096 < 64 * MIB
+    assert pool.statistics().grown == 1 + 3 * 101
+    assert physical(os.getpid(), peer.pid) == 1
+    peer.ask("reset")
+
+
+def test_l4_closing_ends_the_thread_whatever_it_does(stub: Stub) -> None:
+    before = threading.active_count()
+    for number in range(20):
+        pool = Pool.create(64 * CHUNK, 8, memory="cuda_vmm", chunk_nbytes=CHUNK, idle_s=0.0)
+        if number % 2:
+            pool.growing([60 * CHUNK])
+        pool.close()
+        pool.close()
+    assert threading.active_count() == before
+    assert physical(os.getpid()) == 0
+
+
+def test_a_lease_that_waits_is_woken_by_the_end(create: Create, stub: Stub, until: Until) -> None:
+    pool = create(4)
+    until(lambda: pool.statistics().grown == 1)
+    memory = pool._growth._memory  # type: ignore[union-attr]
+    asked, go_on, grow = threading.Event(), threading.Event(), memory.grow
+
+    def slowly(position: int) -> int:
+        asked.set()
+        go_on.wait(WAIT_S)
+        return grow(position)
+
+    memory.grow = slowly  # type: ignore[method-assign]
+    found: list[BaseException] = []
+
+    def lend() -> None:
+        try:
+            pool.lease(4 * CHUNK).__enter__()
+        except Exception as problem:
+            found.append(problem)
+
+    waiting = threading.Thread(target=lend)
+    waiting.start()
+    assert asked.wait(WAIT_S)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    waiting.join(WAIT_S)
+    go_on.set()
+    closing.join(WAIT_S)
+    assert not waiting.is_alive()
+    assert not closing.is_alive()
+    assert [type(problem).__name__ for problem in found] == ["PoolClosed"]
+
+
+# --- the line -------------------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_empty_its_line_is_dispatched_nothing_that_it_cannot_map(
+    create: Create, start: Callable[[], Peer], until: Until
+) -> None:
+    pool, stopped = create(40, slots=64), start()
+    column = connect(pool, stopped)
+    until(lambda: pool.statistics().grown == 1)
+    line = pool._consumers[column].line
+    assert line is not None
+    line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's least: a few packets
+    stopped.stop()
+    with ExitStack() as leases:
+        last = [leases.enter_context(pool.lease(CHUNK)) for _ in range(40)][-1]
+        with pytest.raises(LeaseError, match="does not take its chunk at 39"):
+            last.dispatch([column])
+        stopped.signal(signal.SIGCONT)
+        stopped.ask("upkeep")
+        last.dispatch([column])  # which sends it first
+        last.data[:] = 3
+        slot, generation, offset, _ = last.grant
+    proxy = Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (CHUNK,))
+    assert stopped.ask("read", encode(proxy))[2] == digest(b"\3" * CHUNK)
+    stopped.ask("reset")
+
+
+@pytest.mark.parametrize(
+    ("replace", "problem"),
+    [
+        (lambda fds: fds[:2], "2 descriptors"),
+        (lambda fds: [*fds[:2], fds[0]], "is not a line"),
+        (lambda fds: [*fds[:2], fds[1]], "is not a line"),
+    ],
+)
+def test_an_admission_without_a_line_is_refused(
+    create: Create, replace: Callable[[list[int]], list[int]], problem: str
+) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        attachment, fds = reader.attach(*pool.export())
+        given = [os.dup(fd) for fd in replace(fds)]
+        for fd in fds:
+            os.close(fd)
+        with pytest.raises(AttachRefused, match=problem):
+            pool.admit(attachment, given)
+
+
+def test_a_line_of_another_kind_is_refused(create: Create) -> None:
+    pool = create(4)
+    ours, theirs = socket.socketpair()
+    with Reader() as reader, ours:
+        attachment, fds = reader.attach(*pool.export())
+        os.close(fds.pop())
+        with pytest.raises(AttachRefused, match="no UNIX SEQPACKET socket"):
+            pool.admit(attachment, [*fds, theirs.detach()])
+
+
+@pytest.mark.parametrize("lie", [{"chunk_nbytes": CHUNK // 2}, {"chunk_nbytes": 3 * CHUNK}, {"chunk_nbytes": 0}])
+def test_a_lie_about_chunks_is_refused(create: Create, lie: dict[str, int]) -> None:
+    export, fds = create(4).export()
+    lying = msgspec.structs.replace(export, description=msgspec.structs.replace(export.description, **lie))
+    with Reader() as reader, pytest.raises(AttachRefused, match="were announced"):
+        reader.attach(lying, fds)
+
+
+def test_packets_that_are_not_of_the_protocol_are_passed_over(create: Create) -> None:
+    """By a consumer: too short, too long, without a descriptor, for positions that are taken or are none."""
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        proxy = publish(pool, column, some(100))
+        line = pool._consumers[column].line
+        assert line is not None
+        for packet in (b"", b"1234567", b"123456789"):
+            socket.send_fds(line._socket, [packet], [0])
+        line._socket.send(b"\1\0\0\0\3\0\0\0")
+        for position in (0, 4, 0xFFFFFFFF):
+            assert line.send(9, position, 0)
+        with reader.open(proxy) as view:
+            assert digest(view.data) == digest(some(100))
+        other = publish(pool, column, some(3 * CHUNK))
+        reader.acknowledge(other)
+
+
+def test_what_a_process_without_descriptors_cannot_take_it_does_not_hold(
+    start: Callable[[], Peer],
+    create: Create,
+    until: Until,
+    refused: Callable[..., AbstractContextManager[Any]],
+) -> None:
+    pool, peer = create(4, idle_s=IDLE_S), start()
+    column = connect(pool, peer)
+    peer.ask("run_short_of_descriptors", True)
+    payloads = fill(pool, column, 4)
+    with refused("StaleLease", "which has not come"):
+        peer.ask("read", payloads[-1])
+    for payload in payloads[:-1]:
+        peer.ask("acknowledge", payload)
+    peer.ask("run_short_of_descriptors", False)
+    until(lambda: is_at(pool, 1))
+    peer.ask("upkeep")
+    until(lambda: retiring(pool) == 0)
+    peer.ask("reset")
+
+
+async def test_the_broker_admits_to_an_elastic_pool(create: Create, until: Until) -> None:
+    pool = create(4)
+    with tempfile.TemporaryDirectory(prefix="ferry-") as folder, Reader() as reader:
+        path = f"{folder}/pool.sock"
+        async with Broker(path, pool, lambda origin, column: None):
+            column = await attach(path, Origin("encoder", 0, 7), pool.description.pool, reader, 20.0)
+            proxy = publish(pool, column, some(2 * CHUNK))
+            with reader.open(proxy) as view:
+                assert digest(view.data) == digest(some(2 * CHUNK))
