@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,6 +34,7 @@ MIB = 1 << 20
 WINDOW = 8
 COPIES = 100  #: back to back
 ROUNDS = 3
+MEMORY: Literal["cuda_ipc", "cuda_vmm"] = "cuda_ipc"  #: of our pools; --memory changes it
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 encode = msgspec.msgpack.encode
 job_from = msgspec.msgpack.Decoder(tuple[str, Proxy | None]).decode
@@ -222,7 +223,7 @@ class Bench:
 
 @contextmanager
 def bench(torch: Any, nbytes: int, **environment: str) -> Iterator[Bench]:
-    with Pool.create(nbytes, 256, memory="cuda_ipc") as pool:
+    with Pool.create(nbytes, 256, memory=MEMORY) as pool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             command = [sys.executable, "-m", "benchmarks.gpu_handoff", "--consumer", str(theirs.fileno())]
@@ -286,6 +287,7 @@ def measure(torch: Any, scale: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--consumer", type=int, help="of this program's own use")
+    parser.add_argument("--memory", choices=["cuda_ipc", "cuda_vmm"], default=MEMORY, help="of our pools")
     parser.add_argument("--json", help="write the numbers there too")
     parser.add_argument("--peer", metavar="DIR", help="where the incumbent's wheel was unpacked: measure its pool too")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rounds")
@@ -296,6 +298,8 @@ def main() -> None:
         return
     import torch
 
+    global MEMORY
+    MEMORY = options.memory
     runs = [lambda: measure(torch, options.scale)]
     if options.peer:
         runs.append(lambda: gpu_rival.measure(torch, options.peer, options.scale))

@@ -52,6 +52,12 @@ class Commands:
     def detach(self, pool: int) -> None:
         self._reader.detach(pool)
 
+    def upkeep(self) -> None:
+        self._reader.upkeep()
+
+    def acknowledge(self, payload: bytes) -> None:
+        self._reader.acknowledge(proxy_from(payload))
+
     def read(self, payload: bytes) -> tuple[str, tuple[int, ...], str]:
         proxy = proxy_from(payload)
         self._await(proxy)
@@ -105,8 +111,9 @@ class Commands:
 
     # --- as a producer
 
-    def create(self, nbytes: int, slots: int) -> None:
-        self._pool = self._undo.enter_context(Pool.create(nbytes, slots, memory="cuda_ipc"))
+    def create(self, nbytes: int, slots: int, options: dict[str, Any]) -> None:
+        """options: memory, and what else `Pool.create` is to be told."""
+        self._pool = self._undo.enter_context(Pool.create(nbytes, slots, **options))
 
     def export(self) -> bytes:
         assert self._pool is not None
@@ -125,6 +132,11 @@ class Commands:
                 torch.cuda._sleep(2_000_000)
             draft.views[0].torch().fill_(byte)
             return encode(draft.dispatch(column, [])[0])
+
+    def demand(self, nbytes: int) -> None:
+        """Have the pool grow for so much, and do not wait for it."""
+        assert self._pool is not None
+        self._pool.growing([nbytes])
 
     def out(self) -> int:
         assert self._pool is not None
