@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,6 +36,7 @@ MIB = 1 << 20
 WINDOW = 8
 COPIES = 100  #: back to back
 ROUNDS = 3
+GpuMemory = Literal["cuda_ipc", "cuda_vmm"]
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 encode = msgspec.msgpack.encode
 job_from = msgspec.msgpack.Decoder(tuple[str, Proxy | None]).decode
@@ -222,8 +223,8 @@ class Bench:
 
 
 @contextmanager
-def bench(torch: Any, nbytes: int, **environment: str) -> Iterator[Bench]:
-    with Pool.create(nbytes, 256, memory="cuda_ipc") as pool:
+def bench(torch: Any, memory: GpuMemory, nbytes: int, **environment: str) -> Iterator[Bench]:
+    with Pool.create(nbytes, 256, memory=memory) as pool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             command = [sys.executable, "-m", "benchmarks.gpu_handoff", "--consumer", str(theirs.fileno())]
@@ -276,7 +277,7 @@ def host_pool(torch: Any, source: Any, rounds: int) -> tuple[tuple[float, float]
     return (to, raw_to), (out, raw_out)
 
 
-def measure(torch: Any, scale: float) -> dict[str, Any]:
+def measure(torch: Any, memory: GpuMemory, scale: float) -> dict[str, Any]:
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
 
     def some(number: int) -> int:
@@ -287,7 +288,7 @@ def measure(torch: Any, scale: float) -> dict[str, Any]:
     huge = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     ways = {"copying": True, "borrow": False}
-    with bench(torch, WINDOW * small.nbytes) as it:
+    with bench(torch, memory, WINDOW * small.nbytes) as it:
         for name, copying in ways.items():
             it.one_in_flight(small, copying, 50)
             found[f"8 MiB one in flight, {name}, us"] = it.one_in_flight(small, copying, some(1000))
@@ -295,7 +296,7 @@ def measure(torch: Any, scale: float) -> dict[str, Any]:
             found[f"8 MiB pipelined window 8, {name}, items/s"] = it.pipelined(small, copying, some(10_000))
         found["driver calls of 100 items"] = dict(it.host_waits(small, 100))
         found["host waits"] = sum(found["driver calls of 100 items"].get(name, 0) for name in WAITS)
-    with bench(torch, 1024 * MIB) as it:
+    with bench(torch, memory, 1024 * MIB) as it:
         for name, copying in ways.items():
             found[f"36 MiB pipelined pool 1 GiB, {name}, items/s"] = it.pipelined(large, copying, some(5000))
         for source in (huge, torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")):
@@ -304,17 +305,17 @@ def measure(torch: Any, scale: float) -> dict[str, Any]:
             it.finish()
         found["proxy bytes"] = len(encode(it.publish("borrow", small, False)))
         it.finish()
-    with bench(torch, 64 * MIB) as it:
+    with bench(torch, memory, 64 * MIB) as it:
         found["64 MiB staged to host, GB/s (ours, raw pinned)"] = it.staging(huge, 20)
     into, out_of = host_pool(torch, huge, 20)
     found["64 MiB into a host pool, GB/s (ours, raw pinned)"] = into
     found["64 MiB out of a host pool, GB/s (ours, raw pinned)"] = out_of
     if torch.cuda.device_count() > 1:
-        with bench(torch, 1024 * MIB, CUDA_VISIBLE_DEVICES="1") as it:
+        with bench(torch, memory, 1024 * MIB, CUDA_VISIBLE_DEVICES="1") as it:
             it.publish("speed", huge, True, 2 * (1 + COPIES))
             found["64 MiB peer GPU, GB/s"] = msgspec.msgpack.decode(receive(it.line))
             it.finish()
-        with bench(torch, WINDOW * small.nbytes, CUDA_VISIBLE_DEVICES="1") as it:
+        with bench(torch, memory, WINDOW * small.nbytes, CUDA_VISIBLE_DEVICES="1") as it:
             found["8 MiB one in flight, peer GPU, us"] = it.one_in_flight(small, True, some(1000))
             found["8 MiB pipelined window 8, peer GPU, items/s"] = it.pipelined(small, True, some(10_000))
     return found
@@ -323,6 +324,7 @@ def measure(torch: Any, scale: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--consumer", type=int, help="of this program's own use")
+    parser.add_argument("--memory", choices=["cuda_ipc", "cuda_vmm"], default="cuda_ipc", help="of our pools")
     parser.add_argument("--json", help="write the numbers there too")
     parser.add_argument("--peer", metavar="DIR", help="where the incumbent's wheel was unpacked: measure its pool too")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rounds")
@@ -332,7 +334,7 @@ def main() -> None:
             consume(line)
         return
     torch: Any = import_module("torch")
-    runs: list[Callable[[], dict[str, Any]]] = [lambda: measure(torch, options.scale)]
+    runs: list[Callable[[], dict[str, Any]]] = [lambda: measure(torch, options.memory, options.scale)]
     if options.peer:
         runs.append(lambda: gpu_rival.measure(torch, options.peer, options.scale))
     rounds = [run() for _ in range(ROUNDS) for run in runs]

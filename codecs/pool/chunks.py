@@ -76,6 +76,8 @@ class Chunks:
         free: what the ledger could lend now. As few as will do for each size in turn, the lowest of equally few; a
         size that all chunks which may come would not make room for is passed over.
         """
+        if len(self._mapped) + len(self._retiring) == self.positions:
+            return []
         real = _joined(free)
         taken = self._mapped.keys() | self._retiring.keys()
         absent = [position for position in range(self.positions) if position not in taken]

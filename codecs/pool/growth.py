@@ -231,7 +231,7 @@ class Growth:
     def _send(self, column: int, position: int) -> bool:
         line = self._consumers[column].line
         if line is None or not line.send(self.chunks.serial(position), position, self._descriptors[position]):
-            self._unsent = True
+            self._unsent |= line is not None and not line.is_shut
             return False
         self.chunks.sent(position, column)
         return True

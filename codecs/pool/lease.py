@@ -35,7 +35,11 @@ class Lease:
         self.order = self._pool._segment.order()
         grant = self.grant = self._pool._lend(self.nbytes, self._patient)
         self._used = True
-        self.data = self._pool._segment.lend(grant.offset, self.nbytes, self.order)
+        try:
+            self.data = self._pool._segment.lend(grant.offset, self.nbytes, self.order)
+        except BaseException:  # nobody was told of it, so it comes back
+            self._settle()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

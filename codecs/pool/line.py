@@ -39,14 +39,18 @@ class Sender:
         if (self._socket.family, self._socket.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
             self._socket.close()
             raise AttachRefused("the last descriptor is not a line: no UNIX SEQPACKET socket")
+        self.is_shut = False  #: whether the other end takes nothing any more, for good
 
     def send(self, serial: int, position: int, descriptor: int) -> bool:
-        """Pass a chunk on; the descriptor stays the caller's. False: it did not go, for the other end takes none (it
-        is gone or leaving), or has not taken so many that there is no room."""
+        """Pass a chunk on; the descriptor stays the caller's. False: it did not go: the line is shut, or so full of
+        what the other end has not taken that there is no room."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
             self._socket.sendmsg([_PACKET.pack(serial, position)], rights, _SEND)
-        except OSError:  # EAGAIN, EPIPE, or ETOOMANYREFS: too many descriptors of this user are under way
+        except ConnectionError:  # EPIPE, ECONNRESET
+            self.is_shut = True
+            return False
+        except OSError:  # EAGAIN, or ETOOMANYREFS: too many descriptors of this user are under way
             return False
         return True
 

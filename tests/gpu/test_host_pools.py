@@ -149,7 +149,7 @@ def test_l12_a_producer_killed_in_the_middle_of_its_writes(
     torch: Any, gpu_peer: Peer, connect_to: Any, until: Any
 ) -> None:
     with Reader() as reader:
-        gpu_peer.ask("create", 8 * MIB, 8, "host")
+        gpu_peer.ask("create", 8 * MIB, 8, {"memory": "host", "device": 0})
         column, _ = connect_to(gpu_peer, reader)
         written = msgspec.msgpack.decode(gpu_peer.ask("publish", column, MIB, 5, 0), type=Proxy)
         until(lambda: reader.is_ready(written))

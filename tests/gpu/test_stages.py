@@ -40,7 +40,7 @@ tokenizer: {{workers: {tokenizers}, threads: 2, devices: {tokenizer_devices}}}
 encoder: {{ranks: {encoders}, devices: {encoder_devices}}}
 scheduler:
   {{tp_size: {tp_size}, attention_tp_size: {tp_size}, devices: {scheduler_devices}, options: {{digests: true}}}}
-pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}}}
+pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}, chunk_mb: 8, idle_s: 0.5}}
 embeddings_pool: {{budget_mb: 32}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: 20.0, start_s: 90}}
 telemetry: {{log_level: warning, log_format: json}}
@@ -54,10 +54,10 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., tuple[Deployment, Path]]]:
         def make(**settings: object) -> tuple[Deployment, Path]:
             values: dict[str, object] = dict(
                 runtime_dir=Path(short) / "run",
+                transport="cuda_ipc",
                 adapter="fingerprint",
                 tokenizers=1,
                 encoders=1,
-                transport="cuda_ipc",
                 tokenizer_devices=[0],
                 encoder_devices=[0],
                 scheduler_devices=[0],
@@ -173,8 +173,14 @@ def test_equal_pixels_have_equal_hashes_and_tensors_on_the_gpu(torch: Any) -> No
 @pytest.mark.usefixtures("hbm_comes_back")
 @pytest.mark.parametrize(
     ("budget_mb", "settings"),
-    [(256, {"tokenizers": 2, "encoders": 2}), (6, {"tp_size": 2}), (64, {"handle_cache": "false"})],
-    ids=["pool", "half-inline", "no-handle-cache"],
+    [
+        (256, {"tokenizers": 2, "encoders": 2}),
+        (6, {"tp_size": 2}),
+        (64, {"handle_cache": "false"}),
+        (256, {"transport": "cuda_vmm", "tokenizers": 2, "encoders": 2}),
+        (6, {"transport": "cuda_vmm", "tp_size": 2}),
+    ],
+    ids=["pool", "half-inline", "no-handle-cache", "elastic", "elastic-half-inline"],
 )
 async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     deploy: Callable[..., tuple[Deployment, Path]], budget_mb: int, settings: dict[str, object]
@@ -184,20 +190,45 @@ async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     async with running(deployment, file) as (_, client):
         travelled = await ask(client, images, at_once=24)
         await all_leases_back(client)
-    assert travelled["cuda_ipc"] + travelled["inline"] == 55
+    transport = deployment.transport
+    assert travelled[transport] + travelled["inline"] == 55
     if budget_mb == 6:
         assert travelled["inline"] > 3, travelled
-        assert travelled["cuda_ipc"] > 3, travelled
-    else:
-        assert travelled["cuda_ipc"] == 55, travelled
+        assert travelled[transport] > 3, travelled
+    elif transport == "cuda_ipc":
+        assert travelled[transport] == 55, travelled
+    else:  # what comes in the millisecond in which a pool grows may go inline
+        assert travelled[transport] > 45, travelled
     nothing_left(deployment)
 
 
-@pytest.mark.usefixtures("two_gpus")
-async def test_l10_an_encoder_on_a_peer_gpu_stages_locally(deploy: Callable[..., tuple[Deployment, Path]]) -> None:
-    deployment, file = deploy(encoders=2, encoder_devices=[1, 0])
+async def test_an_idle_deployment_s_elastic_pools_hold_a_chunk_each(
+    deploy: Callable[..., tuple[Deployment, Path]],
+) -> None:
+    """Gone within 5 s of idling, the consumers' mappings too."""
+    deployment, file = deploy(transport="cuda_vmm", encoders=2)
+
+    def chunks(members: list[wire.Member]) -> float:
+        names = ("pool_mapped_nbytes", "pool_retiring_nbytes")
+        return sum(g.value for member in members for g in member.gauges if g.name in names) / (8 * MIB)
+
     async with running(deployment, file) as (_, client):
-        assert (await ask(client, [photo(90 + 9 * n, 200, n) for n in range(20)]))["cuda_ipc"] == 27
+        await ask(client, [photo(1000 + n, 900, n) for n in range(24)], at_once=24)
+        await all_leases_back(client)
+        async with asyncio.timeout(5):
+            while chunks(await client.refresh()) > 3:  # noqa: ASYNC110  (the answer comes from another process)
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_vmm"])
+async def test_l10_an_encoder_on_a_peer_gpu_stages_locally(
+    deploy: Callable[..., tuple[Deployment, Path]], transport: str
+) -> None:
+    deployment, file = deploy(transport=transport, encoders=2, encoder_devices=[1, 0])
+    async with running(deployment, file) as (_, client):
+        travelled = await ask(client, [photo(90 + 9 * n, 200, n) for n in range(20)])
+        assert travelled[transport] > (26 if transport == "cuda_ipc" else 20), travelled
         await all_leases_back(client)
 
 
@@ -242,10 +273,11 @@ async def test_patch_vit_encodes_on_the_gpu(deploy: Callable[..., tuple[Deployme
 
 @pytest.mark.usefixtures("hbm_comes_back")
 @pytest.mark.parametrize("victim", ["tokenizer", "encoder", "scheduler"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_vmm"])
 async def test_r8_nothing_is_left_of_a_deployment_that_lost_a_process(
-    deploy: Callable[..., tuple[Deployment, Path]], victim: str
+    deploy: Callable[..., tuple[Deployment, Path]], victim: str, transport: str
 ) -> None:
-    deployment, file = deploy()
+    deployment, file = deploy(transport=transport)
 
     async def lose_one() -> None:
         async with running(deployment, file) as (supervisor, client), asyncio.timeout(60):

@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -51,6 +51,12 @@ class Commands:
 
     def detach(self, pool: int) -> None:
         self._reader.detach(pool)
+
+    def upkeep(self) -> None:
+        self._reader.upkeep()
+
+    def acknowledge(self, payload: bytes) -> None:
+        self._reader.acknowledge(proxy_from(payload))
 
     def read(self, payload: bytes) -> tuple[str, tuple[int, ...], str]:
         proxy = proxy_from(payload)
@@ -110,9 +116,9 @@ class Commands:
 
     # --- as a producer
 
-    def create(self, nbytes: int, slots: int, memory: Literal["host", "cuda_ipc"] = "cuda_ipc") -> None:
-        """On the first GPU, or in host memory that this GPU writes."""
-        self._pool = self._undo.enter_context(Pool.create(nbytes, slots, memory=memory, device=0))
+    def create(self, nbytes: int, slots: int, options: dict[str, Any]) -> None:
+        """options: memory, and what else `Pool.create` is to be told."""
+        self._pool = self._undo.enter_context(Pool.create(nbytes, slots, **options))
 
     def export(self) -> bytes:
         assert self._pool is not None
@@ -130,6 +136,11 @@ class Commands:
             self.busy(busy_ms)
             draft.views[0].torch().fill_(byte)
             return encode(draft.dispatch(column, [])[0])
+
+    def demand(self, nbytes: int) -> None:
+        """Have the pool grow for so much, and do not wait for it."""
+        assert self._pool is not None
+        self._pool.growing([nbytes])
 
     def out(self) -> int:
         assert self._pool is not None
