@@ -35,7 +35,6 @@ from tensorferry.codecs.tensors import view_of
 MIB = 1 << 20
 WINDOW = 8
 COPIES = 100  #: back to back
-ROUNDS = 3
 GpuMemory = Literal["cuda_ipc", "cuda_vmm"]
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 encode = msgspec.msgpack.encode
@@ -104,6 +103,7 @@ def _speeds(torch: Any, reader: Reader, proxy: Proxy, own: Any, count: int, stre
         return float(count * own.nbytes / begin.elapsed_time(end) / 1e6)
 
     other = torch.empty_like(own.torch())
+    reader.copy(proxy, own)  # so that all of it is mapped
     imported = reader._pools[proxy.pool]
     memory = imported.memory
 
@@ -300,7 +300,7 @@ def measure(torch: Any, memory: GpuMemory, scale: float) -> dict[str, Any]:
         for name, copying in ways.items():
             found[f"36 MiB pipelined pool 1 GiB, {name}, items/s"] = it.pipelined(large, copying, some(5000))
         for source in (huge, torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")):
-            it.publish("speed", source, True, 2 * (1 + COPIES))
+            it.publish("speed", source, True, 1 + 2 * (1 + COPIES))
             found[f"{source.nbytes // MIB} MiB same GPU, GB/s"] = msgspec.msgpack.decode(receive(it.line))
             it.finish()
         found["proxy bytes"] = len(encode(it.publish("borrow", small, False)))
@@ -312,7 +312,7 @@ def measure(torch: Any, memory: GpuMemory, scale: float) -> dict[str, Any]:
     found["64 MiB out of a host pool, GB/s (ours, raw pinned)"] = out_of
     if torch.cuda.device_count() > 1:
         with bench(torch, memory, 1024 * MIB, CUDA_VISIBLE_DEVICES="1") as it:
-            it.publish("speed", huge, True, 2 * (1 + COPIES))
+            it.publish("speed", huge, True, 1 + 2 * (1 + COPIES))
             found["64 MiB peer GPU, GB/s"] = msgspec.msgpack.decode(receive(it.line))
             it.finish()
         with bench(torch, memory, WINDOW * small.nbytes, CUDA_VISIBLE_DEVICES="1") as it:
@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument("--memory", choices=["cuda_ipc", "cuda_vmm"], default="cuda_ipc", help="of our pools")
     parser.add_argument("--json", help="write the numbers there too")
     parser.add_argument("--peer", metavar="DIR", help="where the incumbent's wheel was unpacked: measure its pool too")
+    parser.add_argument("--rounds", type=int, default=3, help="of taking turns; medians of them are printed")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rounds")
     options = parser.parse_args()
     if options.consumer is not None:
@@ -337,7 +338,7 @@ def main() -> None:
     runs: list[Callable[[], dict[str, Any]]] = [lambda: measure(torch, options.memory, options.scale)]
     if options.peer:
         runs.append(lambda: gpu_rival.measure(torch, options.peer, options.scale))
-    rounds = [run() for _ in range(ROUNDS) for run in runs]
+    rounds = [run() for _ in range(options.rounds) for run in runs]
     found = rounds[0] | rounds[-1]
     for name, value in found.items():
         if isinstance(value, float):  # taking turns, so that neither is measured on the warmer machine

@@ -210,7 +210,7 @@ def test_the_ack_comes_after_the_reads(torch: Any, shop: Shop, until: Any) -> No
     wait_ready(shop.reader, proxy, until)
     with shop.reader.open(proxy) as view:
         torch.cuda._sleep(LONG_MS * MS)
-        view.torch().sum()
+        view.torch().clone()
     assert shop.out() == 1
     with pytest.raises(StaleLease, match="acknowledged here already"):  # though the word is still on its way
         shop.reader.acknowledge(proxy)
@@ -224,9 +224,9 @@ def test_two_streams_one_lease_are_both_waited_for(torch: Any, shop: Shop, until
     slow, quick = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(slow), shop.reader.open(proxy) as view:
         torch.cuda._sleep(LONG_MS * MS)
-        view.torch().sum()
+        view.torch().clone()
     with torch.cuda.stream(quick), shop.reader.open(proxy) as view:
-        view.torch().sum()
+        view.torch().clone()
     torch.cuda._sleep(MS)  # long enough for the quick one alone
     torch.cuda.current_stream().synchronize()
     assert shop.out() == 1
@@ -239,7 +239,7 @@ def test_an_unread_release_comes_after_the_reads_of_others(torch: Any, shop: Sho
     wait_ready(shop.reader, proxy, until)
     with torch.cuda.stream(torch.cuda.Stream()), shop.reader.open(proxy) as view:
         torch.cuda._sleep(LONG_MS * MS)
-        view.torch().sum()
+        view.torch().clone()
     shop.reader.acknowledge(proxy)
     assert shop.out() == 1
     torch.cuda.synchronize()

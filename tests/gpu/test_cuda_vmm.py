@@ -92,9 +92,11 @@ def test_an_idle_pool_holds_one_chunk_and_a_full_one_its_budget(
     torch: Any, create: Any, gpu_peer: Peer, connect: Connect, until: Any
 ) -> None:
     gpu_peer.ask("start")
-    with Pool.create(2 * MIB, 8, memory="cuda_vmm") as small:  # contexts and local memory of both are there
-        connect(small, gpu_peer)
+    with Pool.create(2 * MIB, 8, memory="cuda_vmm") as small:  # contexts, kernels and local memory of both are there
+        payload = encode(publish(small, connect(small, gpu_peer), torch.ones(MIB, dtype=torch.uint8, device="cuda")))
+        gpu_peer.ask("read", payload)
         gpu_peer.ask("detach", small.description.pool)
+    torch.cuda.empty_cache()
     before = held(torch)
     pool = create(16)
     column = connect(pool, gpu_peer)
@@ -352,7 +354,7 @@ def test_a_consumer_on_a_peer_gpu_reads_what_grows(
 ) -> None:
     peer = start_peer("gpu_peer.py", "ignore")
     peer.ask("start", 1)
-    pool = create(6)
+    pool = create(6, idle_s=2.0)  # longer than between two of them: what is retired waits for the peer's upkeep
     column = connect(pool, peer)
     for seed in range(6):
         tensor = some(torch, 2 * CHUNK + 4096, seed)
