@@ -24,6 +24,7 @@ from tensorferry.codecs.pool.control import AckPage, ControlPage
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.line import Sender
 
+ASK_AGAIN_S = 0.002  #: by somebody who waits: others may have asked since, or taken what came
 REFUSED_S = 1.0  #: that no growth is tried after the GPU had no memory
 LOOK_S = 0.05  #: between two looks whether the spare can be had, while it cannot
 LOOKS = 8  #: at idle chunks, in the time after which they are given back
@@ -87,6 +88,12 @@ class Growth:
         self._wake.set()
         return self._round
 
+    def found(self, sizes: Sequence[int]) -> None:
+        """There is room for these now, however it came: grow no more for them. Whoever else asked for as much asks
+        again."""
+        if self._wanted == tuple(sizes):
+            self._wanted = ()
+
     def lent(self, now_ns: int) -> None:
         """Something was lent: see to the spare."""
         if self._ledger.longest_free_nbytes < self.chunks.chunk_nbytes and now_ns >= self._not_before_ns:
@@ -124,16 +131,17 @@ class Growth:
 
     # --- for others
 
-    def wait(self, since: int, until: float) -> bool:
-        """Until something was made room for after `ask` gave `since`; False: not by that time, of time.monotonic()."""
+    def wait(self, since: int, until: float) -> None:
+        """Until room may have been made after `ask` gave `since`, or it is time to ask again; at most until that time,
+        of time.monotonic()."""
+        patience_s = min(ASK_AGAIN_S, until - time.monotonic())
         with self._news:
-            return self._news.wait_for(lambda: self._round != since or self._ended, until - time.monotonic())
+            self._news.wait_for(lambda: self._round != since or self._ended, patience_s)
 
     def end(self) -> None:
         """End the thread, which takes as long as what it is doing. The chunks stay, and are the memory's to close."""
         self._ended = True
         self._wake.set()
-        self._announce()
         self._thread.join()
 
     # --- the thread

@@ -244,6 +244,8 @@ class Pool:
         with self._lock():
             while not self._closed:
                 if self._ledger.fits(sizes):
+                    if self._growth is not None:
+                        self._growth.found(self._rounded(sizes))
                     return True
                 if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
                     self._grows_for(sizes)
@@ -332,7 +334,10 @@ class Pool:
         while True:
             with self._lock():
                 try:
-                    return self._lend_now(nbytes)
+                    grant = self._lend_now(nbytes)
+                    if until and self._growth is not None:
+                        self._growth.found(self._rounded([nbytes]))
+                    return grant
                 except PoolFull:
                     asked = self._grows_for([nbytes])
                     if not until:
@@ -372,7 +377,10 @@ class Pool:
         """What to wait with until an elastic pool has grown for these sizes; None: it will not."""
         if self._growth is None or self._ledger.free_slots < len(sizes):
             return None
-        return self._growth.ask([self._ledger.rounded(size) for size in sizes])
+        return self._growth.ask(self._rounded(sizes))
+
+    def _rounded(self, sizes: Sequence[int]) -> list[int]:
+        return [self._ledger.rounded(size) for size in sizes]
 
     def _reclaim(self) -> int:
         if self._closed:

@@ -26,7 +26,7 @@ from tensorferry.codecs.tensors import view_of
 
 MIB = 1 << 20
 CHUNK = 64 * MIB
-IDLE_S = 0.2
+IDLE_S, FOREVER_S = 0.02, 1000.0
 WAIT_S = 20.0
 MS = 2_000_000  #: cycles of a millisecond at most; H200: 1.98 GHz
 Peer = Any
@@ -39,12 +39,27 @@ def create(torch: Any) -> Iterator[Callable[..., Pool]]:
     """Pools of so many chunks."""
     with ExitStack() as pools:
 
-        def make(chunks: int, *, idle_s: float = IDLE_S, grow_wait_s: float = WAIT_S) -> Pool:
+        def make(chunks: int, *, idle_s: float = FOREVER_S, grow_wait_s: float = WAIT_S) -> Pool:
             options: dict[str, Any] = {"chunk_nbytes": CHUNK, "idle_s": idle_s, "grow_wait_s": grow_wait_s}
             return pools.enter_context(Pool.create(chunks * CHUNK, 64, memory="cuda_vmm", **options))
 
         yield make
         torch.cuda.synchronize()
+
+
+def idle_after(pool: Pool, idle_s: float) -> None:
+    """Give idle chunks back after so long from now on."""
+    growing = pool._growth
+    assert growing is not None
+    growing._idle_ns = int(idle_s * 1e9)
+    growing._wake.set()
+
+
+def shrink_to(pool: Pool, until: Any, retiring: int | None = None) -> None:
+    """Wait until the spare is all that is mapped, and so much retired; then shrink no more."""
+    idle_after(pool, IDLE_S)
+    until(lambda: is_at(pool, 1, retiring))
+    idle_after(pool, FOREVER_S)
 
 
 def some(torch: Any, nbytes: int, seed: int) -> Any:
@@ -110,7 +125,7 @@ def test_an_idle_pool_holds_one_chunk_and_a_full_one_its_budget(
     for payload in payloads:
         gpu_peer.ask("read", payload)
     torch.cuda.synchronize()
-    until(lambda: is_at(pool, 1))
+    shrink_to(pool, until)
     gpu_peer.ask("upkeep")
     assert is_at(pool, 1, 0)
     del source
@@ -156,7 +171,7 @@ def test_a13_what_was_retired_and_grown_again_is_read_anew(
         offsets.append(sorted(proxy.offset for proxy in proxies))
         for tensor, proxy in zip(tensors, proxies, strict=True):
             assert gpu_peer.ask("read", encode(proxy))[2] == digest(tensor)
-        until(lambda: is_at(pool, 1, 3))
+        shrink_to(pool, until, 3)
         assert not pool.growing([4 * CHUNK]), "the old memory is mapped over there"
         gpu_peer.ask("upkeep")
         assert is_at(pool, 1, 0)
@@ -180,7 +195,7 @@ def test_c3_a_stopped_importer_pins_its_chunks_alone(
     for proxy in [publish(pool, columns[1], tensor) for _ in range(4)]:
         other.ask("read", encode(proxy))
     torch.cuda.synchronize()
-    until(lambda: is_at(pool, 1))
+    shrink_to(pool, until)
     other.ask("upkeep")
     pinned = pool.statistics().retiring_nbytes
     assert 0 < pinned < 6 * CHUNK
@@ -194,7 +209,7 @@ def test_c3_a_stopped_importer_pins_its_chunks_alone(
     assert statistics.mapped_nbytes + statistics.retiring_nbytes <= 6 * CHUNK
     stopped.signal(signal.SIGCONT)
     stopped.ask("upkeep")
-    until(lambda: is_at(pool, 1))
+    shrink_to(pool, until)
     other.ask("upkeep")
     stopped.ask("upkeep")
     assert is_at(pool, 1, 0)
@@ -219,11 +234,12 @@ def test_c3_an_importer_killed_while_chunks_come_and_go(
     else:
         for proxy in proxies[2:]:
             doomed.ask("acknowledge", encode(proxy))
+        idle_after(pool, IDLE_S)
         until(lambda: is_at(pool, 1))
         doomed.send("upkeep")
     doomed.signal(signal.SIGKILL)
     until(lambda: pool.strike_dead() == [column])
-    until(lambda: is_at(pool, 1, 0))
+    shrink_to(pool, until, 0)
     del tensor, proxies
     torch.cuda.empty_cache()
     until(lambda: held(torch) <= before + CHUNK + 16 * MIB)
@@ -359,6 +375,6 @@ def test_a_consumer_on_a_peer_gpu_reads_what_grows(
     for seed in range(6):
         tensor = some(torch, 2 * CHUNK + 4096, seed)
         assert peer.ask("read", encode(publish(pool, column, tensor)))[2] == digest(tensor)
-    until(lambda: is_at(pool, 1))
+    shrink_to(pool, until)
     peer.ask("upkeep")
     assert is_at(pool, 1, 0)
