@@ -78,7 +78,7 @@ def wanted_by(deployment: Deployment) -> Wanted:
         opted_in=vmm and supports_cuda_vmm_feature_transport(adapter),
         disaggregated=deployment.disaggregation != "none",
         gpus=deployment.gpus,
-        gpus_named=tuple(names_gpus(deployment)),
+        gpus_named=tuple(names_gpus(deployment).items()),
     )
 
 
@@ -95,4 +95,4 @@ def _tell(decision: Decision, facts: Facts, deployment: Deployment) -> None:
     )
     log.info("transport_chosen", **fields)
     if decision.gpus_unused:
-        log.warning("gpus_unused", settings=names_gpus(deployment), reason=decision.gpus_unused)
+        log.warning("gpus_unused", settings=list(names_gpus(deployment)), reason=decision.gpus_unused)

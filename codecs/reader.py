@@ -231,7 +231,11 @@ class Reader:
     def _hold(self, proxy: Proxy) -> _Use:
         """Count one user of a living lease in; each must be counted out by `_release`."""
         with self._lock():
-            imported = self._living(proxy)
+            try:
+                imported = self._living(proxy)
+            except StaleLease:
+                self.stale += 1
+                raise
             imported.held.setdefault((proxy.slot, proxy.generation), _Held(proxy.uses)).users += 1
             imported.open += 1
             return _Use(imported, proxy)
@@ -317,10 +321,8 @@ class Reader:
             raise BadTensor(f"slot {proxy.slot} of a pool with {imported.slots}")
         lease = imported.control.look(proxy.slot)[0]
         if lease != proxy.generation:
-            self.stale += 1
             raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
         if imported.acknowledged[proxy.slot] == proxy.generation:
-            self.stale += 1
             raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
         return imported
 
@@ -393,10 +395,11 @@ class _Import:
 
     def close(self) -> None:
         await_stores(lambda: self.acks.column(self.acks.ACK) == self.acknowledged)
-        if self.mapping is not None:
-            self.mapping.close()
-        self.memory.disown(self.acks)
-        self.acks.close()
-        self.control.close()
-        self.memory.close()
-        os.close(self.producer)
+        with ExitStack() as undo:  # all of it, also where one of them fails
+            undo.callback(os.close, self.producer)
+            undo.callback(self.memory.close)
+            undo.callback(self.control.close)
+            undo.callback(self.acks.close)
+            undo.callback(self.memory.disown, self.acks)
+            if self.mapping is not None:
+                undo.callback(self.mapping.close)

@@ -32,7 +32,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     opted_in: bool = False  #: the model's supports_cuda_vmm_feature_transport
     disaggregated: bool = False  #: prefill and decode run apart
     gpus: bool = True  #: False: no process is to work on a GPU
-    gpus_named: tuple[str, ...] = ()  #: keys that name GPUs for a stage, `encoder.devices` and the like
+    gpus_named: tuple[tuple[str, int], ...] = ()  #: key (`encoder.devices`) and highest number of each stage's GPUs
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ def _automatic(wanted: Wanted, facts: Facts, available: Set[Transport]) -> Decis
     for rung in _ladder(wanted, facts):
         refusal = _unwise(rung, wanted) or obstacle(rung, wanted, facts) or not_yet(rung, available)
         if refusal is None:
-            return _taken(rung, _why(rung, facts), tuple(refusals), wanted, facts)
+            return _taken(rung, _why(rung, wanted, facts), tuple(refusals), wanted, facts)
         refusals.append(refusal)
     return _without_pool("every pool was refused, so tensors travel inside messages", tuple(refusals), wanted)
 
@@ -97,16 +97,18 @@ def _ladder(wanted: Wanted, facts: Facts) -> tuple[Transport, ...]:
     """What `auto` tries, in order, before it settles for cpu."""
     if wanted.nodes > 1:
         return ("cuda_vmm",)
-    if wanted.disaggregated and facts.has_gpu:
+    if wanted.disaggregated and facts.has_gpu and wanted.gpus:
         return ("cuda_ipc",)
     return ("cuda_ipc", "shm")
 
 
-def _why(rung: Transport, facts: Facts) -> str:
+def _why(rung: Transport, wanted: Wanted, facts: Facts) -> str:
     if rung == "cuda_ipc":
         return "one node with NVIDIA CUDA"
     if rung == "cuda_vmm":
         return "several nodes in one NVLink domain, and the model has opted in"
+    if not wanted.gpus:
+        return "one node, and no stage is to work on a GPU"
     return "one node, and cuda_ipc does not work here" if facts.has_gpu else "one node without CUDA"
 
 
@@ -119,7 +121,7 @@ def _taken(transport: Transport, reason: str, refusals: tuple[Refusal, ...], wan
     if transport == "cpu":
         return _without_pool(reason, refusals, wanted)
     gpus_unused = ""
-    if transport == "shm" and wanted.gpus_named and (found := _cuda(facts)) is not None:
+    if transport == "shm" and (found := _gpus(wanted, facts)) is not None:
         gpus_unused = found[0]
     base_gpu = ""
     if transport in GPU_TRANSPORTS and facts.cuda is not None:
@@ -168,6 +170,8 @@ def not_yet(rung: Transport, available: Set[Transport] = AVAILABLE) -> Refusal |
 
 def obstacle(rung: Transport, wanted: Wanted, facts: Facts) -> Refusal | None:
     """Why a transport would not work for this deployment on this machine; None: it would."""
+    if rung in GPU_TRANSPORTS and not wanted.gpus:
+        return Refusal(rung, "no stage is to work on a GPU (gpus: false)", "leave gpus away")
     found = _OBSTACLES[rung](wanted, facts)
     return None if found is None else Refusal(rung, *found)
 
@@ -179,8 +183,6 @@ def _unwise(rung: Transport, wanted: Wanted) -> Refusal | None:
     """What `auto` keeps away from, though somebody who asks for it gets it."""
     if rung not in GPU_TRANSPORTS:
         return None
-    if not wanted.gpus:
-        return Refusal(rung, "no stage is to work on a GPU (gpus: false)", "leave gpus away")
     if not wanted.disaggregated:
         return None
     return Refusal(rung, "prefill and decode are disaggregated", f"set transport: {rung} if every reader can import it")
@@ -199,16 +201,14 @@ def _shm(wanted: Wanted, facts: Facts) -> Found:
             "allow memfd_create, pidfd_open and sendmsg in the container's seccomp profile and leave it some memory, "
             "or use cpu",
         )
-    if wanted.transport == "shm" and wanted.gpus_named and (found := _cuda(facts)) is not None:
-        return (
-            f"{wanted.gpus_named[0]} names a GPU, and {found[0]}",
-            f"{found[1]}; or leave {wanted.gpus_named[0]} away",
-        )
+    if wanted.transport == "shm" and wanted.multimodal and (found := _gpus(wanted, facts)) is not None:
+        key = wanted.gpus_named[0][0]
+        return f"{key} names a GPU, and {found[0]}", f"{found[1]}; or leave {key} away"
     return None
 
 
-def _cuda(facts: Facts) -> Found:
-    """What every GPU transport needs."""
+def _context(wanted: Wanted, facts: Facts) -> Found:
+    """What a process needs to work on a GPU at all, wherever its pool is."""
     cuda = facts.cuda or CudaFacts("nobody has looked for CUDA")
     if facts.host.visible_problem:
         return facts.host.visible_problem, "set it to indices, or to UUIDs as nvidia-smi -L prints them, each once"
@@ -217,30 +217,50 @@ def _cuda(facts: Facts) -> Found:
     if cuda.missing:
         return (
             f"there is no NVIDIA CUDA here ({cuda.problem})",
-            "install the NVIDIA driver and cuda-python, or start the container with its GPUs (--gpus all); use shm "
-            "or cpu without",
+            "install the NVIDIA driver and cuda-python, or start the container with its GPUs (--gpus all)",
         )
     if cuda.problem:
         return f"CUDA does not come up ({cuda.problem})", "see that nvidia-smi and other CUDA programs run here"
     if not cuda.gpus:
         return "the driver shows no GPU", "start the container with its GPUs (--gpus all)"
+    for key, number in wanted.gpus_named:
+        if number >= len(cuda.gpus):
+            return f"{key} has {number}, and CUDA shows {len(cuda.gpus)}, counted from 0", f"correct {key}"
+    return None
+
+
+def _words(facts: Facts) -> Found:
+    """What a GPU needs to take part in the lease protocol."""
+    if facts.cuda is None or facts.cuda.words.ok:
+        return None
+    return (
+        f"a GPU stream cannot signal through shared host memory ({facts.cuda.words})",
+        "update the NVIDIA driver; in a container, raise the memlock limit (--ulimit memlock=-1)",
+    )
+
+
+def _gpus(wanted: Wanted, facts: Facts) -> Found:
+    """Why stages of a host pool cannot work on the GPUs they name; None: they can, or name none."""
+    return (_context(wanted, facts) or _words(facts)) if wanted.gpus_named else None
+
+
+def _cuda(wanted: Wanted, facts: Facts) -> Found:
+    """What every GPU transport needs."""
+    if (found := _context(wanted, facts)) is not None:
+        missing = facts.cuda is not None and facts.cuda.missing
+        return (found[0], f"{found[1]}; use shm or cpu without") if missing else found
     if facts.host.wsl:
         return (
             f"this is WSL2 ({facts.host.kernel}), where processes cannot rely on sharing GPU memory",
             "use shm here, or run on Linux itself",
         )
-    if not cuda.words.ok:
-        return (
-            f"a GPU stream cannot signal through shared host memory ({cuda.words})",
-            "update the NVIDIA driver; in a container, raise the memlock limit (--ulimit memlock=-1)",
-        )
-    return None
+    return _words(facts)
 
 
 def _cuda_ipc(wanted: Wanted, facts: Facts) -> Found:
     if wanted.nodes > 1:
         return f"CUDA IPC is of one node, and nodes is {wanted.nodes}", "use cuda_vmm, cpu or auto, or nodes: 1"
-    if (found := _cuda(facts)) is not None:
+    if (found := _cuda(wanted, facts)) is not None:
         return found
     assert facts.cuda is not None
     if not facts.cuda.ipc.ok:
@@ -255,7 +275,7 @@ def _cuda_ipc(wanted: Wanted, facts: Facts) -> Found:
 def _cuda_vmm(wanted: Wanted, facts: Facts) -> Found:
     if wanted.pp_size != 1:
         return f"cuda_vmm needs pp_size 1, not {wanted.pp_size}", "use cuda_ipc, shm, cpu or auto"
-    if (found := _cuda(facts)) is not None:
+    if (found := _cuda(wanted, facts)) is not None:
         return found
     assert facts.cuda is not None
     found = _fabric(facts, facts.cuda) if wanted.nodes > 1 else _descriptors(facts.cuda)

@@ -175,11 +175,12 @@ def device_of(deployment: Deployment, stage: str, rank: int) -> int | None:
     return devices[rank % len(devices)]
 
 
-def names_gpus(deployment: Deployment) -> list[str]:
-    """The keys of a deployment that name GPUs for a stage, which is then to use them."""
+def names_gpus(deployment: Deployment) -> dict[str, int]:
+    """The keys of a deployment that name GPUs for a stage, which is then to use them; the highest number of each."""
     if not deployment.gpus:
-        return []
-    return [f"{stage}.devices" for stage in STAGES if getattr(deployment, stage).devices is not None]
+        return {}
+    named = {f"{stage}.devices": getattr(deployment, stage).devices for stage in STAGES}
+    return {key: max(devices) for key, devices in named.items() if devices is not None}
 
 
 def tokenizer_pool_nbytes(deployment: Deployment) -> int:

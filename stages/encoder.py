@@ -115,16 +115,22 @@ class Encoder:
         """Run the adapter over the owned items; every payload that came is released, whatever happens."""
         features = Features(self._stage, job, frames)
         try:
-            if self._over.covers(job.request, job.attempt) or time.monotonic_ns() > job.deadline_ns:
+            late = partial(self._is_late, job)
+            if not late():
+                owned, patience_s = self._owned(job), self._stage.deployment.timeouts.ready_s
+                await wait_ready(self._stage.reader, features.payloads, patience_s, unless=late)
+            if late():
                 self._stage.counters.count("jobs_late")
                 return []
-            owned = self._owned(job)
-            await wait_ready(self._stage.reader, features.payloads, self._stage.deployment.timeouts.ready_s)
             outputs = Outputs(self._stage, owned, embeddings)
             await run_to_end(self._thread, lambda: self._adapter.encode(owned, features.load, outputs.out))
             return outputs.finished()
         finally:
             features.close()
+
+    def _is_late(self, job: wire.Encode) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._over.covers(job.request, job.attempt) or time.monotonic_ns() > job.deadline_ns
 
     def _owned(self, job: wire.Encode) -> list[ItemInfo]:
         """This rank's items, by the assignment that every process computes alike. Raises BadMessage."""

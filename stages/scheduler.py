@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerGone
+from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, LeaseNotReady, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import Deployment
@@ -77,6 +77,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._running: list[Running] = []  #: what the engine has
+        self._collecting = 0  #: messages whose embeddings are waited for, or copied
         self._call: asyncio.Task[Sequence[EngineResult | Exception]] | None = None
         self._over = Tombstones()
         stage.in_flight = lambda: len(self._pending) + len(self._ready) + len(self._running)
@@ -128,7 +129,7 @@ class Scheduler:
         """Finish what is complete; what is not was given up by its owner, which left before us."""
         self._stage.peers.tell(wire.Drain(self._stage.origin))
         log.info("draining", in_flight=self._stage.in_flight())
-        while self._ready or self._running:
+        while self._ready or self._running or self._collecting:
             self._idle.clear()
             await self._idle.wait()
 
@@ -156,8 +157,8 @@ class Scheduler:
         payloads = [output.payload for item in message.items for output in item.outputs]
         large = sum(prod(payload.shape) for payload in payloads) >= COPY_BESIDE
         if large or self._stage.device is not None or not self._are_written(payloads):
-            collecting = self._collect(message, payloads, frames, over)
-            self._stage.tasks.create_task(collecting, name="collect")
+            self._collecting += 1
+            self._stage.tasks.create_task(self._collect(message, payloads, frames), name="collect")
         else:
             self._file(message, over, *self._copied(message, frames, over))
 
@@ -167,22 +168,36 @@ class Scheduler:
         return True
 
     async def _collect(
-        self, message: wire.Embeddings, payloads: Sequence[wire.Payload], frames: Sequence[Buffer], over: bool
+        self, message: wire.Embeddings, payloads: Sequence[wire.Payload], frames: Sequence[Buffer]
     ) -> None:
-        copy = partial(self._copied, message, frames, over)
-        with self._stage.alone():
-            with suppress(FerryError):  # as in `_are_written`
-                await wait_ready(self._stage.reader, payloads, self._stage.deployment.timeouts.ready_s)
-            # On a GPU it only tells the GPU to.
-            copied = await run_to_end(self._copier, copy) if self._stage.device is None else copy()
-            self._file(message, over, *copied)
+        is_over = partial(self._over.covers, message.request, message.attempt)
+        problem: FerryError | None = None
+        try:
+            with self._stage.alone():
+                try:
+                    patience_s = self._stage.deployment.timeouts.ready_s
+                    await wait_ready(self._stage.reader, payloads, patience_s, unless=is_over)
+                except LeaseNotReady as late:
+                    problem = late
+                except FerryError:  # as in `_are_written`
+                    pass
+                over = is_over()
+                copy = partial(self._copied, message, frames, over, problem)
+                # On a GPU it only tells the GPU to.
+                copied = await run_to_end(self._copier, copy) if self._stage.device is None else copy()
+                self._file(message, over, *copied)
+        finally:
+            self._collecting -= 1
+            self._idle.set()
 
     def _copied(
-        self, message: wire.Embeddings, frames: Sequence[Buffer], over: bool
+        self, message: wire.Embeddings, frames: Sequence[Buffer], over: bool, problem: FerryError | None = None
     ) -> tuple[dict[int, Mapping[str, View]], FerryError | None]:
-        """Copy embeddings out as they arrive, so that an encoder's pool never waits for the language model."""
+        """Copy embeddings out as they arrive, so that an encoder's pool never waits for the language model.
+
+        problem: why none of them is to be read; they are given back.
+        """
         arrived: dict[int, Mapping[str, View]] = {}
-        problem: FerryError | None = None
         for item in message.items:
             outputs: dict[str, View] = {}
             for output in item.outputs:
@@ -195,6 +210,11 @@ class Scheduler:
                 except FerryError as found:
                     self._stage.outlive(found)
                     problem = problem or found
+                except Exception as found:  # such as no memory for the copy, beside an engine on the same GPU
+                    self._stage.outlive(found)
+                    log.exception("copy_crashed")
+                    text = f"its embeddings could not be copied: {type(found).__name__}: {found}"
+                    problem = problem or BadItem(item.index, text)
             arrived[item.index] = outputs
         return arrived, problem
 

@@ -1,6 +1,7 @@
 """Waiting for a GPU, and holding up neither it nor the event loop: for bytes to be written, or to reach the host.
 
-On host memory neither ever waits: a lease is ready before it is sent, and a draft lies where messages are sent from.
+Where no GPU writes neither ever waits: a lease is ready before it is sent, and a draft lies where messages are sent
+from. A reader cannot know, though: a pool in host memory may have a GPU at work on it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ LOOK_AGAIN_S = 0.0002  #: words and events change without a word to the event lo
 
 
 def unready(reader: Reader, payloads: Iterable[Payload]) -> Proxy | None:
-    """The first payload whose bytes are not written yet. Raises as `Reader.is_ready`."""
+    """The first payload whose bytes are not written yet. Raises as `Reader.is_ready`, of whichever never will be."""
     proxies = (payload for payload in payloads if isinstance(payload, Proxy))
-    return next((proxy for proxy in proxies if not reader.is_ready(proxy)), None)
+    late = [proxy for proxy in proxies if not reader.is_ready(proxy)]  # all of them: a later one may be poisoned
+    return late[0] if late else None
 
 
-async def wait_ready(reader: Reader, payloads: Iterable[Payload], patience_s: float) -> None:
-    """Until all payloads can be opened. Raises LeaseNotReady, and as `Reader.is_ready` where they never can."""
+async def wait_ready(
+    reader: Reader, payloads: Iterable[Payload], patience_s: float, *, unless: Callable[[], bool] = lambda: False
+) -> None:
+    """Until all payloads can be opened, or `unless` says that nobody wants them any more.
+
+    Raises LeaseNotReady, and as `Reader.is_ready` where they never can.
+    """
     payloads = list(payloads)
     until = time.monotonic() + patience_s
-    while (late := unready(reader, payloads)) is not None:
+    while not unless() and (late := unready(reader, payloads)) is not None:
         if time.monotonic() > until:
             raise LeaseNotReady(late.slot, late.generation, f"was not written within {patience_s:g} s")
         await asyncio.sleep(LOOK_AGAIN_S)

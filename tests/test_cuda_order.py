@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ import numpy as np
 import pytest
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import LeaseNotReady, StaleLease, StreamCapturing
+from tensorferry.codecs.errors import BadItem, LeaseNotReady, LeasePoisoned, StaleLease, StreamCapturing
+from tensorferry.codecs.memory import registered
 from tensorferry.codecs.memory.cuda_device import StreamOrder
 from tensorferry.codecs.memory.cuda_driver import CudaError
 from tensorferry.codecs.memory.cuda_ipc import CudaImport, CudaSegment
@@ -33,7 +35,8 @@ from tensorferry.codecs.pool import control as control_module
 from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.reader import Reader
-from tensorferry.codecs.tensors import CODES
+from tensorferry.codecs.tensors import CODES, View
+from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler
 from tensorferry.stages.tombstones import Tombstones
 
@@ -50,8 +53,11 @@ class HandDrivenGpu:
         self.uuid: UUID = uuid4()
         self.current = 1  #: stream
         self.capturing: set[int] = set()
-        self.blocking = True  #: streams wait for the default one's work too, so none is known to be idle
         self.calls: list[str] = []
+        self.closed = 0
+        self.registered: dict[int, tuple[int, bool]] = {}  #: by address: bytes, and whether read-only
+        self.refuse = ""  #: a method that fails
+        self.copies: list[tuple[int, int]] = []  #: source and bytes
         self.refusals: deque[CudaError] = deque()  #: of the next copies
         self._steps: defaultdict[int, deque[Callable[[], bool]]] = defaultdict(deque)
         self._happened: set[int] = set()
@@ -87,14 +93,21 @@ class HandDrivenGpu:
     def empty(self, nbytes: int, stream: int) -> Any:
         return Tensor(nbytes)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed += 1
 
     # --- as the driver
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> int:
+        if self.refuse == "register":
+            raise CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY")
+        self.registered[address] = nbytes, read_only
         return address
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+        if self.refuse == "unregister":
+            raise CudaError("cuMemHostUnregister", "CUDA_ERROR_UNKNOWN")
 
     def free(self, pointer: int) -> None: ...
 
@@ -103,12 +116,6 @@ class HandDrivenGpu:
 
     def ipc_close(self, pointer: int) -> None:
         assert pointer == 0x1000
-
-    def write_word_if_busy(self, stream: int, pointer: int, value: int) -> bool:
-        if not self.blocking and not self._steps[stream]:
-            return False
-        self.write_word(stream, pointer, value)
-        return True
 
     def write_word(self, stream: int, pointer: int, value: int) -> None:
         def store() -> bool:
@@ -120,6 +127,7 @@ class HandDrivenGpu:
     def copy(self, into: int, source: int, nbytes: int, stream: int) -> None:
         if self.refusals:
             raise self.refusals.popleft()
+        self.copies.append((source, nbytes))
 
     def event(self) -> int:
         self._events += 1
@@ -198,20 +206,6 @@ def test_ready_is_stored_by_the_stream_that_writes(shop: Shop) -> None:
     assert not shop.reader.is_ready(proxy)
     shop.gpu.current = 2  # whatever is current by then
     shop.gpu.run(2)
-    assert not shop.reader.is_ready(proxy)
-    shop.gpu.run(1)
-    assert shop.reader.is_ready(proxy)
-
-
-def test_a_stream_with_nothing_to_do_is_spared_the_trip(shop: Shop) -> None:
-    shop.gpu.blocking = False
-    proxy = shop.publish()
-    assert shop.reader.is_ready(proxy)
-    with shop.reader.open(proxy):
-        pass
-    assert shop.out() == 0
-    shop.gpu.write_word(1, shop.gpu.bytes.ctypes.data, 1)  # somebody's work
-    proxy = shop.publish()
     assert not shop.reader.is_ready(proxy)
     shop.gpu.run(1)
     assert shop.reader.is_ready(proxy)
@@ -337,16 +331,20 @@ def test_r10_a_lost_context_is_not_tried_again(gpu: HandDrivenGpu, imported: Cud
 
 
 @pytest.fixture
-def host_shop(gpu: HandDrivenGpu) -> Iterator[Shop]:
+def registering(gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch) -> HandDrivenGpu:
+    """The GPU that host pools are registered with."""
+    monkeypatch.setattr(registered, "CudaDevice", lambda driver, ordinal: gpu)
+    monkeypatch.setattr(registered, "Driver", SimpleNamespace(load=lambda: None))
+    monkeypatch.setattr(control_module, "STORES_S", 0.01)
+    return gpu
+
+
+@pytest.fixture
+def host_shop(registering: HandDrivenGpu) -> Iterator[Shop]:
     """A producer on the GPU, whose pool is the host's; a consumer without one."""
-    host = HostSegment.create(NBYTES, "test")
-    segment = RegisteredSegment(host, gpu, host.data.ctypes.data, borrowed=True)  # type: ignore[arg-type]
-    description = PoolDescription(new_nonce(), "host", NBYTES, 8)
-    page = ControlPage.create(8, description.pool, 7)
-    segment.adopt(page)
-    with Pool(segment, page, description, 7) as pool, Reader() as reader:
-        yield Shop(gpu, pool, reader)
-        gpu.run(1)
+    with Pool.create(NBYTES, 8, device=0) as pool, Reader() as reader:
+        yield Shop(registering, pool, reader)
+        registering.run(1)
 
 
 def test_a_host_pool_that_a_gpu_writes_is_ready_when_the_gpu_says_so(host_shop: Shop) -> None:
@@ -364,52 +362,238 @@ def test_a_host_pool_that_a_gpu_writes_is_ready_when_the_gpu_says_so(host_shop: 
     assert host_shop.out() == 0
 
 
-async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop) -> None:
-    filed: list[Any] = []
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        scheduler = object.__new__(Scheduler)
-        timeouts = SimpleNamespace(ready_s=5.0)
-        scheduler._stage = SimpleNamespace(  # type: ignore[assignment]
-            reader=host_shop.reader,
-            device=None,
-            tasks=tasks,
-            alone=nullcontext,
-            deployment=SimpleNamespace(timeouts=timeouts),
-        )
-        scheduler._over = Tombstones()
-        scheduler._file = lambda *arguments: filed.append(arguments[2:])  # type: ignore[method-assign]
-        with ThreadPoolExecutor(1) as scheduler._copier:
-            proxy = host_shop.publish()
-            embedding = wire.Embedding(0, 100, (wire.Output("embeddings", proxy),))
-            origin = wire.Origin("encoder", 0, 7)
-            scheduler._arrived(wire.Embeddings(bytes(16), 0, 7, origin, (embedding,), ()), [])
-            await asyncio.sleep(0)
-            assert filed == []
-            host_shop.gpu.run(1)
-            while not filed:  # noqa: ASYNC110  (a thread files it)
-                await asyncio.sleep(0.001)
-    [(arrived, problem)] = filed
+def test_a_reader_with_a_gpu_copies_out_of_a_host_pool_in_its_stream(registering: HandDrivenGpu) -> None:
+    gpu = registering
+    with Pool.create(NBYTES, 8) as pool, Reader(device=0) as reader:
+        shop = Shop(gpu, pool, reader)
+        [(address, (nbytes, read_only))] = [one for one in gpu.registered.items() if one[1][1]]
+        assert (nbytes, read_only) == (NBYTES, True), "another process's sealed pages"
+        with pool.lease(1000):
+            proxy = shop.publish()
+        assert proxy.offset == 1024
+        assert reader.is_ready(proxy), "the host wrote it"
+        with reader.open(proxy) as view:
+            assert view.nbytes == 100
+            assert gpu.copies == [(address + 1024, 100)]
+            assert shop.out() == 1
+        gpu.run(1)
+        assert shop.out() == 0
+    assert (gpu.registered, gpu.closed) == ({}, 1)
+
+
+def test_a_host_pool_that_a_gpu_writes_is_registered_for_writing(registering: HandDrivenGpu) -> None:
+    with Pool.create(NBYTES, 8, device=0) as pool:
+        assert (NBYTES, False) in registering.registered.values()
+        assert pool.private(100).nbytes == 100  # type: ignore[union-attr]
+        with pool.lease(1000), pool.lease(10) as lease:
+            lease.data[:] = 3
+            assert lease.grant.offset == 1024
+        assert pool._segment._segment.data[1024:1034].tolist() == [3] * 10  # type: ignore[attr-defined]
+        registering.run(1)
+    assert (registering.registered, registering.closed) == ({}, 1)
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+@pytest.mark.parametrize("refuse", ["register", "unregister"])
+def test_nothing_is_left_of_a_registration_that_fails(
+    registering: HandDrivenGpu, side: str, refuse: str, belongings: Callable[[], Any], left: Callable[[Any], list[str]]
+) -> None:
+    with Pool.create(NBYTES, 8) as pool:
+        before = belongings()
+        registering.refuse = refuse
+
+        def fail() -> None:
+            if side == "producer":
+                Pool.create(NBYTES, 8, device=0).close()
+                return
+            with Reader(device=0) as reader:
+                _, fds = reader.attach(*pool.export())
+                for fd in fds:
+                    os.close(fd)
+
+        with pytest.raises(CudaError):
+            fail()
+        assert registering.registered == {}
+        assert registering.closed == 1
+        assert left(before) == []
+
+
+# --- stages that wait for a GPU which still writes; in each the stage is a stand-in, the pool and its reader are real
+
+
+READY_S = 60.0  #: a test that waits for it fails by its deadline
+
+
+def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> Any:
+    return SimpleNamespace(
+        reader=reader,
+        device=None,
+        tasks=tasks,
+        alone=nullcontext,
+        outlive=lambda problem: None,
+        counters=SimpleNamespace(count=counted.append),
+        deployment=SimpleNamespace(timeouts=SimpleNamespace(ready_s=READY_S)),
+    )
+
+
+class Collector(Scheduler):
+    """A scheduler as far as what becomes of embeddings that arrive."""
+
+    def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
+        self._stage, self._copier = stage, copier
+        self._over, self._collecting, self._idle = Tombstones(), 0, asyncio.Event()
+        self._ready, self._running = deque(), []
+        self.filed: list[tuple[Any, Any]] = []
+        self.is_filed = asyncio.Event()
+
+    async def settled(self) -> None:
+        async with asyncio.timeout(10):
+            await self.is_filed.wait()
+
+    def arrive(self, *proxies: Proxy) -> None:
+        items = tuple(wire.Embedding(n, 100, (wire.Output("embeddings", proxy),)) for n, proxy in enumerate(proxies))
+        self._arrived(wire.Embeddings(bytes(16), 0, 7, wire.Origin("encoder", 0, 7), items, ()), [])
+
+    def _file(self, message: Any, over: bool, arrived: Any, problem: Any) -> None:
+        self.filed.append((None if over else arrived, problem))
+        self.is_filed.set()
+
+
+@pytest.fixture
+async def collector(host_shop: Shop) -> AsyncIterator[Collector]:
+    async with asyncio.TaskGroup() as tasks:
+        with ThreadPoolExecutor(1) as copier:
+            yield Collector(stage_of(host_shop.reader, tasks, []), copier)
+
+
+async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop, collector: Collector) -> None:
+    collector.arrive(host_shop.publish())
+    await asyncio.sleep(0)
+    assert collector.filed == []
+    host_shop.gpu.run(1)
+    await collector.settled()
+    [(arrived, problem)] = collector.filed
     assert problem is None
     assert arrived[0]["embeddings"].shape == (100,)
     assert host_shop.out() == 0
 
 
-def test_a_reader_with_a_gpu_copies_out_of_a_host_pool_in_its_stream(
-    gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def attach(fd: int, nbytes: int, ordinal: int) -> RegisteredSegment:
-        host = HostSegment.attach(fd, nbytes)
-        pointer = gpu.register(host.data.ctypes.data, nbytes, read_only=True)
-        return RegisteredSegment(host, gpu, pointer, borrowed=False)  # type: ignore[arg-type]
+async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Collector) -> None:
+    collector._stage.peers, collector._stage.origin = SimpleNamespace(tell=lambda message: None), None
+    collector._stage.in_flight = lambda: 1
+    collector.arrive(host_shop.publish())
+    draining = asyncio.create_task(collector.drain())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not draining.done()
+    host_shop.gpu.run(1)
+    async with asyncio.timeout(10):
+        await draining
+    assert len(collector.filed) == 1
 
-    monkeypatch.setattr(RegisteredSegment, "attach", attach)
-    with Pool.create(NBYTES, 8) as pool, Reader(device=0) as reader:
-        shop = Shop(gpu, pool, reader)
-        proxy = shop.publish()
-        assert reader.is_ready(proxy), "the host wrote it"
-        with reader.open(proxy) as view:
-            assert view.nbytes == 100
-            assert "copy" in gpu.calls
-            assert shop.out() == 1
-        gpu.run(1)
-        assert shop.out() == 0
+
+@pytest.mark.parametrize("when", ["before it arrives", "while it is waited for"])
+async def test_what_a_request_that_is_over_owes_is_given_back_at_once(
+    host_shop: Shop, collector: Collector, when: str
+) -> None:
+    written, unwritten = host_shop.publish_written(), host_shop.publish()
+    if when == "before it arrives":
+        collector._over.add(bytes(16), 0)
+    collector.arrive(unwritten, written)
+    await asyncio.sleep(0)
+    collector._over.add(bytes(16), 0)
+    await collector.settled()
+    assert collector.filed[0][0] is None
+    assert host_shop.out() == 1, "the one that is being written"
+
+
+async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Shop, collector: Collector) -> None:
+    late = host_shop.publish()
+    with host_shop.pool.lease(100) as lease:
+        lease.dispatch((host_shop.column,))
+        lease.poison()
+    slot, generation, offset, _ = lease.grant
+    poisoned = Proxy(host_shop.pool.description.pool, slot, generation, offset, CODES["uint8"], (100,), 1, 1)
+    collector.arrive(late, poisoned)
+    await collector.settled()
+    assert isinstance(collector.filed[0][1], LeaseNotReady | LeasePoisoned)
+
+
+async def test_a_lease_that_is_never_written_is_said_to_be_late(
+    host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector._stage.deployment.timeouts.ready_s = 0.01
+    collector.arrive(host_shop.publish(), host_shop.publish())
+    await collector.settled()
+    assert "was not written within 0.01 s" in str(collector.filed[0][1])
+    host_shop.gpu.run(1)
+    assert host_shop.out() == 0, "both were given back"
+
+
+async def test_embeddings_that_cannot_be_copied_fail_their_request_alone(
+    host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(self: View) -> View:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(View, "copy", copy)
+    collector.arrive(host_shop.publish_written(), host_shop.publish_written())
+    await collector.settled()
+    problem = collector.filed[0][1]
+    assert (type(problem), problem.index) == (BadItem, 0)
+    assert "could not be copied: RuntimeError: CUDA out of memory" in str(problem)
+    assert host_shop.out() == 0
+
+
+def test_a_stale_proxy_is_counted_once(host_shop: Shop) -> None:
+    proxy = host_shop.publish_written()
+    host_shop.reader.acknowledge(proxy)
+    with pytest.raises(StaleLease):
+        host_shop.reader.is_ready(proxy)
+    with pytest.raises(StaleLease), host_shop.reader.open(proxy):
+        raise AssertionError("opened")
+    assert host_shop.reader.stale == 1
+
+
+@pytest.mark.parametrize("how", ["cancelled", "past its deadline"])
+async def test_a_job_that_nobody_wants_does_not_hold_an_encoder_up(host_shop: Shop, how: str) -> None:
+    counted: list[str] = []
+    encoded: list[bytes] = []
+    done = asyncio.Event()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        with ThreadPoolExecutor(1) as thread:
+            encoder = object.__new__(Encoder)
+            encoder._stage, encoder._thread = stage_of(host_shop.reader, tasks, counted), thread
+            encoder._over, encoder._in_flight, encoder._jobs = Tombstones(), 0, asyncio.Queue()
+            encoder._owned = lambda job: []  # type: ignore[method-assign]
+            encoder._stage.publisher = None
+            adapter = SimpleNamespace(encode=lambda owned, load, out: None)
+            encoder._adapter = adapter  # type: ignore[assignment]
+
+            def send(job: Any, made: Any, marks: Any) -> None:
+                encoded.append(job.request)
+                if job.request == bytes([2] * 16):
+                    done.set()
+
+            encoder._send = send  # type: ignore[method-assign]
+            late, good = host_shop.publish(), host_shop.publish()
+
+            def job(number: int, proxy: Proxy, patience_s: float) -> Any:
+                deadline_ns = time.monotonic_ns() + int(patience_s * 1e9)
+                items = [SimpleNamespace(payload=proxy)]
+                request = bytes([number] * 16)
+                return SimpleNamespace(request=request, attempt=0, deadline_ns=deadline_ns, items=items)
+
+            encoding = tasks.create_task(encoder.encode())
+            encoder._jobs.put_nowait((job(1, late, 60.0 if how == "cancelled" else 0.02), []))
+            encoder._jobs.put_nowait((job(2, good, 60.0), []))
+            await asyncio.sleep(0)
+            assert encoded == [], "without a GPU of its own it waits for the one that writes"
+            if how == "cancelled":
+                encoder._take(wire.Cancel(bytes([1] * 16), 0), [])
+            while not counted:  # noqa: ASYNC110  (its loop counts, without a word)
+                await asyncio.sleep(0.001)
+            assert counted == ["jobs_late"]
+            host_shop.gpu.run(1)
+            await done.wait()
+            encoding.cancel()

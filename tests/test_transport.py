@@ -24,7 +24,7 @@ from tensorferry.codecs.transport import (
     obstacle,
     startup_fields,
 )
-from tensorferry.pipeline.config import Deployment, EncoderSpec, require_available
+from tensorferry.pipeline.config import Deployment, EncoderSpec, SchedulerSpec, require_available
 from tensorferry.stages.adapters.registry import BUILT_IN
 
 ALL = frozenset(TRANSPORTS)
@@ -98,20 +98,48 @@ def test_p2_facts_that_nobody_gathered_are_no_cuda() -> None:
 
 @pytest.mark.parametrize("facts", [CPU_ONLY, Facts(host())], ids=["none here", "nobody looked"])
 def test_an_explicit_shm_whose_stages_name_gpus_needs_cuda(facts: Facts) -> None:
-    wanted = Wanted(transport="shm", gpus_named=("encoder.devices",))
+    wanted = Wanted(transport="shm", gpus_named=(("encoder.devices", 0),))
     with pytest.raises(ConfigError, match=r"encoder\.devices names a GPU, and .*; or leave encoder\.devices away"):
         decide(wanted, facts, ALL)
     assert decide(wanted, ONE_H200, ALL).gpus_unused == ""
     assert decide(Wanted(transport="shm"), facts, ALL).gpus_unused == ""
 
 
-def test_auto_keeps_off_gpus_that_no_stage_is_to_use() -> None:
-    decision = decide(Wanted(gpus=False), ONE_H200, ALL)
-    assert (decision.transport, decision.refusals[0].reason) == ("shm", "no stage is to work on a GPU (gpus: false)")
+@pytest.mark.parametrize("facts", [ONE_H200, CPU_ONLY], ids=["gpu", "none"])
+@pytest.mark.parametrize("disaggregated", [False, True])
+def test_auto_keeps_off_gpus_that_no_stage_is_to_use(facts: Facts, disaggregated: bool) -> None:
+    decision = decide(Wanted(gpus=False, disaggregated=disaggregated), facts, ALL)
+    assert (decision.transport, decision.reason) == ("shm", "one node, and no stage is to work on a GPU")
+    assert decision.refusals[0].rung == "cuda_ipc"
+    refusal = obstacle("cuda_ipc", Wanted(gpus=False), facts)
+    assert refusal is not None
+    assert refusal.reason == "no stage is to work on a GPU (gpus: false)"
+
+
+@pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
+def test_a_gpu_that_cuda_does_not_show_is_named(transport: Any) -> None:
+    wanted = Wanted(transport=transport, gpus_named=(("encoder.devices", 5),))
+    with pytest.raises(ConfigError, match=r"encoder\.devices has 5, and CUDA shows 1, counted from 0"):
+        decide(wanted, ONE_H200, ALL)
+    stepped_down = decide(Wanted(gpus_named=wanted.gpus_named), ONE_H200, ALL)
+    assert stepped_down.transport == "shm"
+    assert stepped_down.gpus_unused == "encoder.devices has 5, and CUDA shows 1, counted from 0"
+
+
+def test_stages_of_a_host_pool_may_use_gpus_on_wsl() -> None:
+    facts = Facts(host(kernel="6.6.87.2-microsoft-standard-WSL2"), cuda())
+    wanted = Wanted(transport="shm", gpus_named=(("encoder.devices", 0),))
+    assert decide(wanted, facts, ALL).gpus_unused == ""
+
+
+def test_a_text_only_model_needs_no_gpu_whatever_its_stages_name() -> None:
+    wanted = Wanted(transport="shm", multimodal=False, gpus_named=(("encoder.devices", 0),))
+    for facts in (ONE_H200, CPU_ONLY):
+        assert decide(wanted, facts, ALL).transport == "cpu"
 
 
 def test_gpus_that_cannot_be_used_after_a_step_down_are_told() -> None:
-    wanted = Wanted(gpus_named=("encoder.devices",))
+    wanted = Wanted(gpus_named=(("encoder.devices", 0),))
     assert decide(wanted, CPU_ONLY, ALL).gpus_unused == "there is no NVIDIA CUDA here (libcuda.so.1 cannot be loaded)"
     assert decide(Wanted(), CPU_ONLY, ALL).gpus_unused == ""
     facts = IPC_FAULTS["import"][0]
@@ -121,7 +149,7 @@ def test_gpus_that_cannot_be_used_after_a_step_down_are_told() -> None:
 @pytest.mark.parametrize("wanted", [Wanted(transport="cpu"), Wanted(transport="auto", multimodal=False)])
 def test_with_cpu_no_process_opens_a_context(wanted: Wanted) -> None:
     assert decide(wanted, ONE_H200, ALL).gpus_unused == ""
-    named = msgspec.structs.replace(wanted, gpus_named=("tokenizer.devices",))
+    named = msgspec.structs.replace(wanted, gpus_named=(("tokenizer.devices", 0),))
     assert decide(named, ONE_H200, ALL).gpus_unused == "with transport: cpu no process opens a CUDA context"
 
 
@@ -523,6 +551,8 @@ def test_b14_cuda_is_looked_for_only_where_it_may_matter(
         ({"transport": "cuda_vmm"}, Wanted(transport="cuda_vmm", opted_in=True)),
         ({"nodes": 2}, Wanted(nodes=2, opted_in=True)),
         ({"pp_size": 2}, Wanted(pp_size=2)),
+        ({"gpus": False}, Wanted(gpus=False)),
+        ({"scheduler": SchedulerSpec(devices=(0, 3))}, Wanted(gpus_named=(("scheduler.devices", 3),))),
         ({"disaggregation": "prefill_decode"}, Wanted(disaggregated=True)),
     ],
 )
@@ -560,7 +590,7 @@ def test_a_setting_that_says_auto_is_replaced(loaded) -> None:
     assert (deployment.transport, settings) == ("shm", ("transport=shm",))
 
 
-NAMES_A_GPU = "name: a\nencoder: {devices: [1]}\n"
+NAMES_A_GPU = "name: a\nencoder: {devices: [0]}\n"
 
 
 def test_stages_do_without_the_gpus_they_name_where_auto_finds_no_cuda(loaded) -> None:

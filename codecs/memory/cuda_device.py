@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import StreamCapturing
-from tensorferry.codecs.memory.cuda_driver import CudaError, Driver
+from tensorferry.codecs.memory.cuda_driver import CudaError, Driver, NoDriver
 from tensorferry.codecs.memory.memory import Arrival, Bytes
 from tensorferry.codecs.memory.pinned import pinned
 
@@ -26,12 +26,15 @@ class CudaDevice:
     """Holds a reference to the primary context, until `close`."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
-        """ordinal: among the devices that this process sees, counted as torch does. Raises CudaError."""
+        """ordinal: among the devices that this process sees, counted as torch does. Raises NoDriver, CudaError."""
         import torch
 
         self._torch: Any = torch
         self._driver = driver
-        self._torch.cuda.init()
+        try:
+            self._torch.cuda.init()
+        except (AssertionError, RuntimeError) as problem:  # torch's: it is built without CUDA, or for another driver
+            raise NoDriver(f"torch {torch.__version__} cannot use CUDA: {problem}") from None
         self.ordinal = ordinal
         self.uuid = driver.uuid(ordinal)
         self._context = driver.call("cuDevicePrimaryCtxRetain", ordinal)
@@ -133,8 +136,7 @@ class StreamOrder:
         device = self._device
         if device.is_capturing(self.stream):
             raise StreamCapturing(self.stream)
-        if not device.call("write_word_if_busy", self.stream, page.device_word(column, slot), generation):
-            page.store(column, slot, generation)  # nothing to come after: the GPU is spared the trip
+        device.call("write_word", self.stream, page.device_word(column, slot), generation)
 
     def join(self) -> None:
         current = self._device.current_stream()

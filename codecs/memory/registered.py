@@ -101,6 +101,7 @@ class RegisteredSegment:
     def close(self) -> None:
         """Waits for work that is queued on the memory."""
         self._data = None
-        self._device.call("unregister", self._segment.data.ctypes.data)
-        self._segment.close()
-        self._device.close()
+        with ExitStack() as undo:
+            undo.callback(self._device.close)
+            undo.callback(self._segment.close)
+            self._device.call("unregister", self._segment.data.ctypes.data)

@@ -323,9 +323,10 @@ class Pool:
         with self._lock():
             control = self._control
             await_stores(lambda: control.column(control.READY) == self._published)
-            self._segment.disown(control)
-            control.close()
-            self._segment.close()
+            with ExitStack() as undo:  # all of it, also where one of them fails
+                undo.callback(self._segment.close)
+                undo.callback(control.close)
+                self._segment.disown(control)
 
     def _lend(self, nbytes: int, patient: bool) -> Grant:
         """Raises PoolFull. Waits outside the lock, and for this process's own thread alone: so it may be done while
