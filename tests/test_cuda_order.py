@@ -27,9 +27,7 @@ from tensorferry.codecs.memory import registered
 from tensorferry.codecs.memory.cuda_device import StreamOrder
 from tensorferry.codecs.memory.cuda_driver import CudaError
 from tensorferry.codecs.memory.cuda_ipc import CudaImport, CudaSegment
-from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.memory.memory import GpuHandle
-from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import PoolDescription, Proxy
 from tensorferry.codecs.pool import control as control_module
 from tensorferry.codecs.pool.control import ControlPage
