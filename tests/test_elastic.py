@@ -231,7 +231,8 @@ def test_a_new_pool_holds_addresses_and_a_spare(create: Create, until: Until) ->
     until(lambda: pool.statistics().grown == 1)
     statistics = pool.statistics()
     assert (statistics.reserved_nbytes, statistics.mapped_nbytes, statistics.retiring_nbytes) == (8 * CHUNK, CHUNK, 0)
-    assert (statistics.capacity_nbytes, statistics.grown) == (CHUNK, 1)
+    assert (statistics.capacity_nbytes, statistics.free_nbytes, statistics.grown) == (8 * CHUNK, CHUNK, 1)
+    assert statistics.fragmentation == 0.0
     assert physical(os.getpid()) == 1
 
 

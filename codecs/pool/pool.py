@@ -281,8 +281,9 @@ class Pool:
             nbytes = self.description.nbytes
             mapped_nbytes, retiring_nbytes = (nbytes, 0) if growth is None else growth.sizes()
             return PoolStatistics(
-                capacity_nbytes=ledger.capacity_nbytes,
+                capacity_nbytes=ledger.capacity_nbytes if growth is None else nbytes,
                 lent_nbytes=ledger.lent_nbytes,
+                free_nbytes=ledger.free_nbytes,
                 peak_lent_nbytes=ledger.peak_lent_nbytes,
                 longest_free_nbytes=ledger.longest_free_nbytes,
                 free_ranges=ledger.free_ranges,

@@ -6,9 +6,10 @@ import msgspec
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
-    capacity_nbytes: int  #: what could be lent if nothing were
+    capacity_nbytes: int  #: what could be lent if nothing were, by an elastic pool that has grown
     lent_nbytes: int
     peak_lent_nbytes: int  #: most ever lent at once; choose the budget from this
+    free_nbytes: int  #: what could be lent now, if it were in one piece
     longest_free_nbytes: int
     free_ranges: int
     lent_slots: int
@@ -34,5 +35,4 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     @property
     def fragmentation(self) -> float:
         """The part of the free bytes that the longest free range leaves out: 0 when they are all in one piece."""
-        free_nbytes = self.capacity_nbytes - self.lent_nbytes
-        return 1 - self.longest_free_nbytes / free_nbytes if free_nbytes else 0.0
+        return 1 - self.longest_free_nbytes / self.free_nbytes if self.free_nbytes else 0.0
