@@ -50,7 +50,7 @@ class TokenizerSpec(Spec, frozen=True):
 
 class EncoderSpec(Spec, frozen=True):
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
-    assignment: Literal["balanced"] = "balanced"
+    assignment: Literal["balanced", "affinity"] = "balanced"  #: affinity: equal content to the same rank
     threads: Annotated[int, Meta(ge=1, le=256)] = 1  #: compute threads of each rank
     devices: Devices | None = None
 

@@ -25,7 +25,7 @@ from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import PoolShare, Stage, opened
 from tensorferry.stages.adapters.base import ItemInfo, ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
-from tensorferry.stages.assignment import assign
+from tensorferry.stages.assignment import owners
 from tensorferry.stages.staging import stage, wait_ready
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
@@ -132,16 +132,17 @@ class Encoder:
             ItemInfo(index, item.modality, item.grid, prod(item.grid), item.rows, item.content_hash)
             for index, item in enumerate(job.items)
         ]
-        owners = assign(job.request, [item.patches for item in items], max(1, len(job.encoders)))
+        assignment = self._stage.deployment.encoder.assignment
+        hashes, ranks = [item.content_hash for item in items], [rank.rank for rank in job.encoders]
+        places = owners(assignment, job.request, [item.patches for item in items], hashes, ranks)
         mine = [
-            item
-            for item, owner in zip(items, owners, strict=True)
-            if job.encoders and job.encoders[owner].epoch == self._stage.epoch
+            item for item, place in zip(items, places, strict=True) if job.encoders[place].epoch == self._stage.epoch
         ]
         sent = [index for index, item in enumerate(job.items) if item.payload is not None]
         if [item.index for item in mine] != sent:
             raise BadMessage(
-                f"the assignment gives this rank items {[item.index for item in mine]}, but the message carries {sent}"
+                f"encoder.assignment: {assignment} gives this rank items {[item.index for item in mine]}, but the "
+                f"message carries {sent}"
             )
         return mine
 
