@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -122,13 +122,12 @@ class Jobs:
 
     async def _arrives(self, until_s: float | None = None) -> bool:
         """Wait until a job waits; False: none does at `until_s` (of the monotonic clock), or they are hurried."""
-        try:
-            async with asyncio.timeout(None if until_s is None else until_s - time.monotonic()):
-                while not self._waiting:
-                    if until_s is not None and (self._hurried or until_s <= time.monotonic()):
-                        return False
-                    self._changed.clear()
+        while not self._waiting:
+            left_s = None if until_s is None else until_s - time.monotonic()
+            if left_s is not None and (self._hurried or left_s <= 0):
+                return False
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
                     await self._changed.wait()
-        except TimeoutError:
-            return bool(self._waiting)
         return True
