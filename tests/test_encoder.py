@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -372,6 +373,45 @@ async def test_a_failed_batch_keeps_its_hits(rank_of: Any) -> None:
     await rank.serve()
     assert rank.answers(b"hit") == [(0, 1), (1, 2)]
     assert rank.adapter.calls == [[1], [2, POISONED], [2]]
+
+
+# --- all of it at once -----------------------------------------------------------------------------------------
+
+
+def said(pixels: Sequence[int], answer: list[tuple[int, int]] | str) -> bool:
+    """Whether this is what a request of these items must be told."""
+    refused = [f"BadItem {index}" for index, first in enumerate(pixels) if first in (POISONED, WRONG_ROWS)]
+    if CRASHING in pixels:
+        refused.append("EncodeError -1")
+    return answer in refused if refused else answer == list(enumerate(pixels))
+
+
+@pytest.mark.parametrize("seed", range(100))
+async def test_whatever_comes_together_output_i_belongs_to_input_i(rank_of: Any, seed: int) -> None:
+    """Requests of good and bad items, equal and different, some given up, in batches and caches of any size."""
+    rng = random.Random(seed)
+    rank = rank_of(batch_patches=rng.choice([0, 8, 40, 16384]), cache_mb=rng.choice([0, 1]))
+    cache = rank.encoder._cache
+    if cache is not None:
+        cache.capacity_nbytes = 8 * rng.choice([1, 3, 1000])  # of so many items
+    contents = [*range(1, rng.choice([4, 40])), *rng.choices([POISONED, CRASHING, WRONG_ROWS, 1], k=rng.randrange(4))]
+    asked: dict[bytes, list[int]] = {}
+    over: set[bytes] = set()
+    for turn in range(3):
+        for number in range(rng.randrange(12)):
+            request = f"{turn} {number}".encode()
+            asked[request] = rng.choices(contents, k=rng.randrange(1, 5))
+            late = rng.random() < 0.1
+            rank.ask(request, asked[request], **({"deadline_ns": 1} if late else {}))
+            if late or rng.random() < 0.1:
+                over.add(request)
+                rank.encoder._take(wire.Cancel(request.rjust(16), 0), [])
+        await rank.serve()
+        assert cache is None or cache.nbytes <= cache.capacity_nbytes
+    answered = {name.strip() for name in rank.embeddings.keys() | rank.failures.keys()}
+    assert answered == asked.keys() - over
+    wrong = {request: rank.answers(request) for request in answered if not said(asked[request], rank.answers(request))}
+    assert not wrong, {request: (asked[request], answer) for request, answer in wrong.items()}
 
 
 # --- leaving ---------------------------------------------------------------------------------------------------
