@@ -732,9 +732,10 @@ def test_r7_a_reader_that_detaches_holds_nothing_and_says_so(
     pool, peer, other = create(4), start(), start()
     column = connect(pool, peer)
     connect(pool, other)
-    peer.ask("read", fill(pool, column, 1)[0])
+    for payload in fill(pool, column, 3):
+        peer.ask("read", payload)
     other.stop()
-    with pool.lease(4 * CHUNK):  # the rest is in its line
+    with pool.lease(4 * CHUNK):  # the last is in its line
         peer.ask("detach", pool.description.pool)
         assert physical(peer.pid) == 0
     other.signal(signal.SIGCONT)
