@@ -207,6 +207,13 @@ def out(pool: Pool) -> int:
 # --- growing -----------------------------------------------------------------------------------------------------
 
 
+def test_the_first_tensor_finds_its_chunk(create: Create) -> None:
+    pool = create(4)
+    assert pool.statistics().mapped_nbytes == CHUNK
+    with pool.lease(CHUNK):
+        assert pool.statistics().growth_waits == 0
+
+
 def test_a_new_pool_holds_addresses_and_a_spare(create: Create, until: Until) -> None:
     pool = create(8)
     until(lambda: pool.statistics().grown == 1)
