@@ -310,9 +310,9 @@ def test_what_was_asked_for_twice_comes_once(create: Create, until: Until) -> No
         growing = pool._growth
         assert growing is not None
         growing.found([2 * CHUNK])
-        assert growing._wanted == (3 * CHUNK,), "somebody else's"
+        assert growing.wanted == (3 * CHUNK,), "somebody else's"
         growing.found([3 * CHUNK])
-        assert growing._wanted == ()
+        assert growing.wanted == ()
     until(lambda: pool.fits([3 * CHUNK]))
     with pool.lease(3 * CHUNK):
         look_again(pool, until)
