@@ -40,6 +40,17 @@ class BadRequest(RequestError):
         return self.problem
 
 
+class LethalRequest(RequestError):
+    """One process after the other died with this request, so it is given to no other."""
+
+    def __init__(self, deaths: int, last: str) -> None:
+        super().__init__(deaths, last)
+        self.deaths, self.last = deaths, last
+
+    def __str__(self) -> str:
+        return f"{self.deaths} processes in a row died, or fell silent, with this request, {self.last} the last of them"
+
+
 # --- configuration, start-up ---------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 PROTOCOL_VERSION = 1
+SENDINGS = 256  #: of one submission, by its owner
 MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -23,6 +24,10 @@ Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Nanoseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: of the sender's CLOCK_MONOTONIC
 Generation = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Nonce = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]  #: random, never 0: one life of a process, or one pool
+Life = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: the epoch of a process, or 0: a client, which has none
+Submission = Annotated[int, Meta(ge=0, lt=1 << 23)]  #: how often a client has sent a request before
+#: Orders what was sent of a request: its submission times `SENDINGS`, and how often its owner has sent it before.
+Attempt = Index
 RequestId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -215,7 +220,7 @@ Part = TextPart | TokensPart | ImagePart
 
 class Submit(Wire, frozen=True, tag=30):
     request: RequestId
-    attempt: Index
+    attempt: Submission
     parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=4096)]
     output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
     deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)]  #: from receipt; afterwards the request fails
@@ -241,7 +246,7 @@ class ItemReport(Wire, frozen=True):
 
 class Result(Wire, frozen=True, tag=31):
     request: RequestId
-    attempt: Index
+    attempt: Submission
     prompt_tokens: Count
     output_tokens: Count
     items: tuple[ItemReport, ...]
@@ -262,22 +267,26 @@ class Failed(Wire, frozen=True, tag=32):
     """Encoder or scheduler to the request owner, and the owner to its client."""
 
     request: RequestId
-    attempt: Index
+    attempt: Attempt  #: to a client: the submission
     failure: Failure
+    to: Life = 0
 
 
 class Busy(Wire, frozen=True, tag=33):
     """Not accepted: a limit is reached, or the deployment is draining. Try again after `retry_ms`."""
 
     request: RequestId
-    attempt: Index
+    attempt: Submission
     retry_ms: Annotated[int, Meta(ge=0, le=86_400_000)]
     reason: Text
 
 
 class Cancel(Wire, frozen=True, tag=34):
+    """A client to the owner, and the owner to everybody it told: drop this attempt, and older ones."""
+
     request: RequestId
-    attempt: Index
+    attempt: Attempt  #: from a client: the submission
+    to: Life = 0  #: 0 from a client
 
 
 # --- tokenizer -> scheduler, tokenizer -> encoder -> scheduler --------------------------------------------------
@@ -301,7 +310,7 @@ class Admit(Wire, frozen=True, tag=40):
     """A request comes: its tokens, and which items' embeddings to wait for."""
 
     request: RequestId
-    attempt: Index
+    attempt: Attempt
     to: Nonce
     owner: Origin
     schedulers: tuple[Rank, ...]  #: the attention group, in order
@@ -320,16 +329,17 @@ class Item(Wire, frozen=True):
 
 
 class Encode(Wire, frozen=True, tag=41):
-    """Encode those of a request's items that the balanced assignment gives you."""
+    """Encode those of a request's items that the assignment gives you."""
 
     request: RequestId
-    attempt: Index
+    attempt: Attempt
     to: Nonce
     owner: Origin
     encoders: tuple[Rank, ...]  #: every rank of the assignment, in order
     schedulers: tuple[Rank, ...]  #: who gets the embeddings
     items: tuple[Item, ...]  #: all of the request, in order
     deadline_ns: Nanoseconds
+    anew: tuple[Index, ...] = ()  #: these alone are assigned: their first owners are gone. None: all are
 
 
 class Embedding(Wire, frozen=True):
@@ -340,7 +350,7 @@ class Embedding(Wire, frozen=True):
 
 class Embeddings(Wire, frozen=True, tag=42):
     request: RequestId
-    attempt: Index
+    attempt: Attempt
     to: Nonce
     origin: Origin
     items: tuple[Embedding, ...]
@@ -351,14 +361,25 @@ class Done(Wire, frozen=True, tag=43):
     """A scheduler rank has finished a request."""
 
     request: RequestId
-    attempt: Index
+    attempt: Attempt
+    to: Nonce
     origin: Origin
     output_tokens: Count
     digests: tuple[Annotated[bytes, Meta(max_length=64)], ...]  #: one per item, in order
     marks: tuple[Mark, ...]
 
 
+class Collected(Wire, frozen=True, tag=44):
+    """A scheduler rank has all that it needs of a request: its encoders may die."""
+
+    request: RequestId
+    attempt: Attempt
+    to: Nonce
+    origin: Origin
+
+
 Message = (
     Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Drain | Drained
     | Submit | Result | Failed | Busy | Cancel | Admit | Encode | Embeddings | Done
+    | Collected
 )  # fmt: skip

@@ -73,11 +73,23 @@ class Inbox:
 class Outbox:
     """The way to one peer's inbox. Messages arrive in order, whether or not the peer is there yet."""
 
-    def __init__(self, context: Context, address: str, peer: str, high_water: int = HIGH_WATER) -> None:
-        """peer: its name, for errors. high_water: messages that may wait here for the peer to take them."""
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        peer: str,
+        high_water: int = HIGH_WATER,
+        on_break: Callable[[], None] | None = None,
+    ) -> None:
+        """peer: its name, for errors. high_water: messages that may wait here for the peer to take them.
+
+        on_break: called on the running loop whenever the connection breaks; most often the peer has died.
+        """
         check_address(address)
         self.address, self.peer = address, peer
         self._link = Link(open_socket(context, zmq.PUSH, high_water=high_water), address)
+        if on_break is not None:
+            self._link.on_break(on_break)
         self._link.connect()
 
     def send_nowait(self, message: Message, inline: Sequence[Buffer] = ()) -> None:

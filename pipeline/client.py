@@ -1,13 +1,18 @@
-"""A client of a running deployment: submit requests, get exactly one outcome for each."""
+"""A client of a running deployment: submit requests, get exactly one outcome for each.
+
+A tokenizer that dies takes what it owned with it. The client sends that again, under the same id and a higher attempt,
+to another worker or to the next life of the same; schedulers drop the older attempt, and the client what comes of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import structlog
@@ -26,6 +31,7 @@ log = structlog.get_logger()
 Part = str | bytes | memoryview | npt.NDArray[np.int32]
 Outcome = wire.Result | wire.Failed | wire.Busy
 
+RETRY_MS = 100  #: before a request is offered again that nobody takes now
 SLACK_S = 2.0  #: beyond a request's deadline, for its outcome to come
 
 
@@ -37,8 +43,22 @@ class _Door:
     dealer: Dealer
     members: wire.Members | None = None
     asked: int = 0  #: greetings since it last answered
-    open: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
-    due: dict[bytes, float] = field(default_factory=dict)  #: when the outcome of each must be here, loop time
+    open: set[bytes] = field(default_factory=set)  #: requests it owns
+
+    @property
+    def ready(self) -> bool:
+        return self.members is not None and self.members.ready
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that has no outcome yet."""
+
+    submit: wire.Submit  #: as it was sent last
+    frames: Sequence[Buffer]
+    until: float  #: its deadline, loop time
+    outcome: asyncio.Future[Outcome]
+    door: _Door | None = None  #: whose it is; None while it waits to be sent again
 
 
 class Client:
@@ -47,7 +67,8 @@ class Client:
     def __init__(self, deployment: Deployment, doors: Sequence[_Door], limits: Limits) -> None:
         self._deployment, self._limits = deployment, limits
         self._doors = doors
-        self._owner: dict[bytes, _Door] = {}
+        self._requests: dict[bytes, _Request] = {}
+        self._directory = Runtime.of(deployment).directory
         self._changed = asyncio.Event()
 
     @classmethod
@@ -77,9 +98,9 @@ class Client:
                 await client._wait_ready(timeout_s)
                 yield client
             finally:
+                for request in list(client._requests):
+                    client.cancel(request)
                 for door in doors:
-                    for request in list(door.open):
-                        client.cancel(request)
                     client._say(door, wire.Drained(client._origin))
                     await door.dealer.flush(1.0)
                 for task in tasks:
@@ -105,7 +126,7 @@ class Client:
         outcome (`Busy`), not an error.
         """
         request = request or secrets.token_bytes(16)
-        if request in self._owner:
+        if request in self._requests:
             raise BadRequest(f"request {request.hex()} is in flight already")
         frames: list[Buffer] = []
         wire_parts = tuple(_part(part, frames) for part in parts)
@@ -116,17 +137,14 @@ class Client:
         deadline_s = min(deadline_s, longest_s)
         submit = wire.Submit(request, 0, wire_parts, output_tokens, max(1, int(deadline_s * 1000)))
         _check(submit, frames, self._limits)
-        door = min(self._doors, key=lambda door: (door.asked > 2, len(door.open)))  # one that answers, and has least
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        sent = _Request(submit, frames, loop.time() + deadline_s, loop.create_future())
+        self._requests[request] = sent
         try:
-            door.dealer.send_nowait(submit, frames)
+            self._send(sent)
         except PeerBusy as busy:
-            future.set_result(wire.Busy(request, 0, 100, str(busy)))
-            return future
-        self._owner[request] = door
-        door.open[request] = future
-        door.due[request] = asyncio.get_running_loop().time() + deadline_s + SLACK_S
-        return future
+            self._finish(wire.Busy(request, 0, RETRY_MS, str(busy)))
+        return sent.outcome
 
     async def submit(
         self,
@@ -147,9 +165,34 @@ class Client:
 
     def cancel(self, request: bytes) -> None:
         """Ask for a request to be given up; its outcome still comes. No-op for one that is not in flight."""
-        door = self._owner.get(request)
-        if door is not None:
-            self._say(door, wire.Cancel(request, 0))
+        sent = self._requests.get(request)
+        if sent is not None and sent.door is not None:
+            self._say(sent.door, wire.Cancel(request, sent.submit.attempt))
+        elif sent is not None:
+            failure = wire.Failure("Cancelled", "cancelled by the client", self._origin)
+            self._finish(wire.Failed(request, sent.submit.attempt, failure))
+
+    def _send(self, sent: _Request) -> None:
+        """Hand it to a tokenizer that answers, and of these to the one that has least. Raises PeerBusy."""
+        door = min(self._doors, key=lambda door: (door.asked > 2, not door.ready, len(door.open)))
+        door.dealer.send_nowait(sent.submit, sent.frames)
+        sent.door = door
+        door.open.add(sent.submit.request)
+
+    def _send_again(self, request: bytes) -> None:
+        """Send what a tokenizer has lost, if it still waits; later, if nobody would take it now."""
+        sent = self._requests.get(request)
+        if sent is None or sent.door is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if any(door.asked <= 2 and door.ready for door in self._doors):
+            submit, left_ms = sent.submit, int((sent.until - loop.time()) * 1000)
+            again = {"attempt": submit.attempt + 1, "deadline_ms": max(1, left_ms)}
+            sent.submit = msgspec.structs.replace(submit, **again)
+            with suppress(PeerBusy):
+                self._send(sent)
+                return
+        loop.call_later(RETRY_MS / 1000, self._send_again, request)
 
     # --- the deployment
 
@@ -178,7 +221,7 @@ class Client:
             self._greet(door)
         try:
             async with asyncio.timeout(timeout_s):
-                while not all(door.members is not None and door.members.ready for door in self._doors):
+                while not all(door.ready for door in self._doors):
                     await self._change()
         except TimeoutError:
             raise DeploymentError(
@@ -204,45 +247,73 @@ class Client:
     def _take(self, door: _Door, message: wire.Message) -> None:
         match message:
             case wire.Members() as members:
-                door.members, door.asked = members, 0
+                former, door.members, door.asked = door.members, members, 0
+                if former is not None and former.origin.epoch != members.origin.epoch:
+                    self._lost(door)
                 self._changed.set()
             case wire.Result() | wire.Failed() | wire.Busy() as outcome:
-                self._finish(door, outcome)
+                sent = self._requests.get(outcome.request)
+                if sent is None or sent.door is not door or sent.submit.attempt != outcome.attempt:
+                    log.info("outcome_late", request=outcome.request.hex())
+                elif isinstance(outcome, wire.Busy) and outcome.attempt:  # it was accepted once, so it waits
+                    self._put_back(sent, outcome.retry_ms)
+                else:
+                    self._finish(outcome)
             case other:
                 log.warning("message_refused", message=type(other).__name__)
 
     async def _watch(self) -> None:
-        """Ask every tokenizer for a sign of life, for ever; one that gives none has lost what it had."""
+        """Ask every tokenizer for a sign of life, for ever; what one has that gives none is another's."""
         timeouts = self._deployment.timeouts
         patience = max(2, round(timeouts.quarantine_s / timeouts.heartbeat_s))
         while True:
             await asyncio.sleep(timeouts.heartbeat_s)
             for door in self._doors:
                 door.asked += 1
-                if door.asked > patience and door.open:
-                    log.warning("tokenizer_gone", rank=door.rank, requests=len(door.open))
-                    problem = f"tokenizer-{door.rank} does not answer; the deployment may have stopped"
-                    self._lose(door, list(door.open), "PeerGone", problem)
-                now = asyncio.get_running_loop().time()
-                late = [request for request, due in door.due.items() if now > due]
-                problem = f"tokenizer-{door.rank} gave no outcome within the deadline"
-                self._lose(door, late, "DeadlineExceeded", problem)
+                if door.asked > patience and door.open and any(other.asked <= 2 for other in self._doors):
+                    self._lost(door)
                 self._greet(door)
+            now = asyncio.get_running_loop().time()
+            for sent in [sent for sent in self._requests.values() if now > sent.until + SLACK_S]:
+                self._lose(sent, "DeadlineExceeded", "gave no outcome within the deadline")
+            silent_s = min(door.asked for door in self._doors) * timeouts.heartbeat_s
+            if silent_s > timeouts.start_s or (silent_s > timeouts.quarantine_s and not self._directory.exists()):
+                for sent in list(self._requests.values()):
+                    self._lose(sent, "PeerGone", "does not answer; the deployment may have stopped")
 
-    def _lose(self, door: _Door, requests: Sequence[bytes], kind: str, problem: str) -> None:
-        """Answer for a tokenizer that does not."""
-        origin = wire.Origin("tokenizer", door.rank, door.members.origin.epoch if door.members else 1)
-        for request in requests:
-            failure = wire.Failure(kind, problem, origin, retryable=True)
-            self._say(door, wire.Cancel(request, 0))  # should it come back
-            self._finish(door, wire.Failed(request, 0, failure))
+    def _lost(self, door: _Door) -> None:
+        """A tokenizer is gone, or as good as that: others get what it had."""
+        if door.open:
+            log.warning("tokenizer_gone", rank=door.rank, requests=len(door.open))
+        for request in list(door.open):
+            sent = self._requests[request]
+            self._say(door, wire.Cancel(request, sent.submit.attempt))  # should it come back
+            self._put_back(sent, 0)
 
-    def _finish(self, door: _Door, outcome: Outcome) -> None:
-        future = door.open.pop(outcome.request, None)
-        door.due.pop(outcome.request, None)
-        self._owner.pop(outcome.request, None)
-        if future is not None and not future.done():
-            future.set_result(outcome)
+    def _put_back(self, sent: _Request, after_ms: int) -> None:
+        """Nobody has it now; send it again."""
+        if sent.door is not None:
+            sent.door.open.discard(sent.submit.request)
+            sent.door = None
+        asyncio.get_running_loop().call_later(after_ms / 1000, self._send_again, sent.submit.request)
+
+    def _lose(self, sent: _Request, kind: str, problem: str) -> None:
+        """Answer for tokenizers that do not."""
+        door = sent.door
+        name, origin = "the deployment", self._origin
+        if door is not None:
+            name = f"tokenizer-{door.rank}"
+            origin = wire.Origin("tokenizer", door.rank, door.members.origin.epoch if door.members else 1)
+            self._say(door, wire.Cancel(sent.submit.request, sent.submit.attempt))  # should it come back
+        failure = wire.Failure(kind, f"{name} {problem}", origin, retryable=True)
+        self._finish(wire.Failed(sent.submit.request, sent.submit.attempt, failure))
+
+    def _finish(self, outcome: Outcome) -> None:
+        sent = self._requests.pop(outcome.request)
+        if sent.door is not None:
+            sent.door.open.discard(outcome.request)
+        if not sent.outcome.done():
+            sent.outcome.set_result(outcome)
 
     @property
     def _origin(self) -> wire.Origin:
@@ -258,10 +329,9 @@ class Client:
             log.warning("not_sent", message=type(message).__name__, reason=str(busy))
 
     def _close(self) -> None:
-        for door in self._doors:
-            for future in door.open.values():
-                if not future.done():
-                    future.cancel()
+        for sent in self._requests.values():
+            sent.outcome.cancel()
+        self._requests.clear()
 
 
 def _part(part: Part, frames: list[Buffer]) -> wire.Part:

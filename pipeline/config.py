@@ -105,6 +105,11 @@ class TimeoutsSpec(Spec, frozen=True):
     ready_s: Seconds = 10.0  #: a consumer's wait for a lease's bytes
 
 
+class RestartsSpec(Spec, frozen=True):
+    most: NonNegative = 5  #: of a process in a row, none of whose lives was long; then the deployment stops. 0: at once
+    healthy_s: Seconds = 10.0  #: a life that was ready for so long was long
+
+
 class TelemetrySpec(Spec, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "console"
@@ -128,6 +133,7 @@ class Deployment(Spec, frozen=True):
     embeddings_pool: EmbeddingsPoolSpec = EmbeddingsPoolSpec()
     limits: LimitsSpec = LimitsSpec()
     timeouts: TimeoutsSpec = TimeoutsSpec()
+    restarts: RestartsSpec = RestartsSpec()
     telemetry: TelemetrySpec = TelemetrySpec()
 
 

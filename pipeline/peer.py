@@ -8,7 +8,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels import Outbox
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Peer:
     """See the module. `str()` of it is its name."""
 
@@ -22,6 +22,7 @@ class Peer:
     ready: bool = False
     leaving: bool = False
     dead: bool = False  #: its process is proven to be
+    lost: int = 0  #: the connection broke, and so many heartbeats must come before we believe that it lives
     wants: bool = False  #: it waits for our Ready
     refusal: str = ""  #: why its pool cannot be read here
     distrusted: bool = False  #: it has acknowledged what it was never lent
@@ -33,12 +34,19 @@ class Peer:
 
     @property
     def state(self) -> str:
-        """waiting, ready, quarantined or leaving."""
+        """waiting, ready, quarantined, leaving or gone."""
         if self.leaving:
             return "leaving"
+        if self.gone:
+            return "gone"
         if not self.ready:
             return "waiting"
         return "quarantined" if self.distrusted or self.silent_s >= self.quarantine_s else "ready"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is dead, as far as anybody can tell who does not have to prove it: its work is given to others."""
+        return self.dead or self.lost > 0
 
     @property
     def quarantine(self) -> str:
@@ -50,7 +58,7 @@ class Peer:
     @property
     def over(self) -> bool:
         """Whether the life we know has ended, or may have: only then another may take its place."""
-        return not self.epoch or self.leaving or self.dead or self.silent_s >= self.quarantine_s
+        return not self.epoch or self.leaving or self.gone or self.silent_s >= self.quarantine_s
 
     def meet(self, epoch: int) -> bool:
         """This is its life now; False: it is not, the one we know goes on.
@@ -58,12 +66,13 @@ class Peer:
         A former life's column is not its own: what is booked there, nobody would owe.
         """
         if self.epoch == epoch:
+            self.lost = 0  # it answers
             return True
         if not self.over:
             return False
         self.epoch, self.column, self.refusal = epoch, None, ""
         self.ready = self.leaving = self.dead = self.wants = self.distrusted = False
-        self.silent_s = 0.0
+        self.silent_s, self.lost = 0.0, 0
         return True
 
     def was_silent(self, for_s: float) -> None:

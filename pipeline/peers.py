@@ -5,7 +5,8 @@ bound its inbox, so the order of starting does not matter. The answer, Welcome, 
 the process has a pool it then announces it; the peer maps it and says Ready, or Ready with the reason why it
 cannot, and is sent its payloads inline.
 
-A peer is *quarantined*, and gets no new work, while it is silent for too long, or for the rest of its life once it has
+A peer whose connection breaks is taken for dead by those who give its work to others, and asked whether it is. A peer
+is *quarantined*, and gets no new work, while it is silent for too long, or for the rest of its life once it has
 acknowledged what it was never lent. What it has been given stays with it either way: only its death proves that it
 reads no more.
 """
@@ -25,6 +26,8 @@ from tensorferry.pipeline.channels import Outbox
 from tensorferry.pipeline.peer import Peer
 
 log = structlog.get_logger()
+
+LOST_BEATS = 2  #: one may have been on its way when the connection broke
 
 Key = tuple[str, int]  #: (stage, rank)
 #: Who sends work to whom.
@@ -80,8 +83,11 @@ class Peers:
         return peer
 
     def taker(self, stage: str, rank: int, epoch: int) -> Peer:
-        """`get`, of one that is to take a lease. Raises PeerGone also when it is quarantined: it would keep it."""
+        """`get`, of one that is to take a lease. Raises PeerGone also when it is lost, or quarantined: it would
+        keep it."""
         peer = self.get(stage, rank, epoch)
+        if peer.gone:
+            raise PeerGone(str(peer), "has died, or its connection broke")
         if peer.state == "quarantined":
             raise PeerGone(str(peer), peer.quarantine)
         return peer
@@ -162,6 +168,18 @@ class Peers:
                 log.warning("peer_died", peer=str(peer))
             self._touch()
 
+    def lost(self, name: str) -> None:
+        """The connection to a peer broke: most likely it has died. No proof, so what it may read stays its own; but it
+        gets nothing new until it is heard again, and another life may take its place."""
+        peer = next((peer for peer in self if str(peer) == name), None)
+        if peer is None or not peer.epoch or peer.lost:
+            return
+        peer.lost = LOST_BEATS
+        (log.info if peer.leaving else log.warning)("peer_lost", peer=name)
+        if peer.downstream:
+            self._greet(peer)  # whoever answers
+        self._touch()
+
     def quarantined(self, origin: wire.Origin) -> None:
         """A peer has acknowledged what it was never lent: it gets nothing more in this life."""
         peer = self._peers.get((origin.stage, origin.rank))
@@ -173,7 +191,7 @@ class Peers:
         """Tell everybody we know that we live, and notice who changed state. To be called again and again."""
         heartbeat = wire.Heartbeat(self.origin, in_flight, gauges)
         for peer in self:
-            if peer.epoch:
+            if peer.epoch and not peer.gone:  # they would wait there for the next life
                 self.send(peer, heartbeat)
         now = time.monotonic()
         again = now - self._greeted_at > self._quarantine_s / 2  # one that has come again does not know us yet
@@ -238,7 +256,7 @@ class Peers:
                 peer = self._peers.get((origin.stage, origin.rank))
                 if peer is not None and peer.epoch == origin.epoch:
                     peer.gauges = message.gauges
-                    peer.silent_s = 0.0
+                    peer.silent_s, peer.lost = 0.0, max(0, peer.lost - 1)
             case wire.Drain(origin=origin) | wire.Drained(origin=origin):
                 peer = self._peers.get((origin.stage, origin.rank))
                 if peer is not None and peer.epoch == origin.epoch:

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import zmq
@@ -93,9 +94,39 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None  # set once the descriptor is watched
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._file: tuple[str, int, int] | None = None  # path, device and inode that we bound
+        self._stop_watching: Callable[[], None] | None = None  # for breaks
 
     def connect(self) -> None:
         self._socket.connect(self.address)
+
+    def on_break(self, told: Callable[[], None]) -> None:
+        """Call `told` on the running loop whenever the connection breaks; ZeroMQ makes it again by itself.
+
+        The kernel breaks it when the process at the other end has died; ZeroMQ does over a frame that is too large.
+        """
+        loop, events = asyncio.get_running_loop(), open_socket(self._socket.context, zmq.PAIR)
+
+        def look() -> None:
+            broken = False
+            with suppress(zmq.Again):
+                while True:  # all of them: the descriptor tells of changes alone
+                    events.recv_multipart(zmq.NOBLOCK)
+                    broken = True
+            if broken:
+                told()
+
+        address = f"inproc://breaks-{secrets.token_hex(8)}"
+        self._socket.monitor(address, zmq.EVENT_DISCONNECTED)
+        events.connect(address)
+        fd = events.fileno()
+        loop.add_reader(fd, look)
+        look()
+
+        def stop() -> None:
+            loop.remove_reader(fd)
+            events.close()
+
+        self._stop_watching = stop
 
     def bind(self, path: str) -> None:
         """Listen ourselves and hand ZeroMQ the descriptor.
@@ -209,6 +240,8 @@ class Link:
             return
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
+        if self._stop_watching is not None:
+            self._stop_watching()
         if self._file is not None:
             _unlink(*self._file)
         self._socket.close(linger=int(linger_s * 1000))

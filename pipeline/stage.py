@@ -183,7 +183,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             origin,
             address,
             upstream=inboxes(deployment, runtime, *(name for name, takers in DOWNSTREAM.items() if stage in takers)),
-            connect=lambda address, name: _connected(channels, context, address, name),
+            connect=lambda address, name: _connected(channels, context, address, name, lambda: peers.lost(name)),
             attach=lambda announcement: _attach(tasks, peers, reader, attaching, announcement),
             quarantine_s=deployment.timeouts.quarantine_s,
             capabilities=("pool", deployment.transport) if share is not None else (),
@@ -260,8 +260,8 @@ async def _made(make: Callable[..., Pool]) -> Pool:
         given_up.set()
 
 
-def _connected(channels: ExitStack, context: Context, address: str, name: str) -> Outbox:
-    outbox = Outbox(context, address, name)
+def _connected(channels: ExitStack, context: Context, address: str, name: str, on_break: Callable[[], None]) -> Outbox:
+    outbox = Outbox(context, address, name, on_break=on_break)
     channels.callback(outbox.close, LINGER_S)
     return outbox
 

@@ -1,4 +1,7 @@
-"""A whole deployment as one block: started, watched, and stopped without a trace.
+"""A whole deployment as one block: started, watched, healed, and stopped without a trace.
+
+A stage that dies once all have been ready is started again, the first time at once and then ever later; its peers see
+to what it had. One that dies again and again stops the deployment: whatever ails it, starting it is no cure.
 
 Each stage process leads a process group of its own, so a Ctrl-C in the terminal reaches the supervisor alone, and
 what a stage has started goes with it. It is tied to the supervisor by a lifeline (see `lifecycle.Tether`): however the
@@ -14,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -34,6 +38,7 @@ log = structlog.get_logger()
 DRAIN_ORDER = ("tokenizer", "encoder", "scheduler")
 FAILED_DRAIN_S = 5.0  #: grace period where something has failed and the rest can hardly finish its work
 CANCEL_S = 3.0  #: for stages to end by themselves once they are told to cancel
+BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0  #: before a second short life in a row; doubled for each one more
 KILL_S = 10.0  #: for the kernel to end a killed process; GPU work in flight takes it up to a second
 
 #: What libraries take their number of threads from.
@@ -53,6 +58,7 @@ class Supervisor:
         self._deployment, self._command = deployment, command
         self._children: list[_Child] = []
         self._lifeline = os.pipe()
+        self._whole = False  # everybody has been ready
 
     @classmethod
     @asynccontextmanager
@@ -67,9 +73,10 @@ class Supervisor:
         """Every stage of the deployment, ready, for the length of the block; its end drains them, in order.
 
         config_file, overrides: what `deployment` was loaded from; the stages load it again and check that it is
-        the same. command: how a stage is started, for tests. When a stage dies the block is cancelled, the rest
-        is stopped, and DeploymentError raised; so too when the deployment runs already, or is not ready in time, or
-        does not drain within its grace period. When the block is cancelled the stages are, too.
+        the same. command: how a stage is started, for tests. When a stage dies before all are ready, or too often
+        afterwards (`restarts`), the block is cancelled, the rest is stopped, and DeploymentError raised; so too when
+        the deployment runs already, or is not ready in time, or does not drain within its grace period. When the block
+        is cancelled the stages are, too.
         """
         command = command or start_command(config_file, overrides)
         async with AsyncExitStack() as undo:
@@ -90,13 +97,18 @@ class Supervisor:
                     self._children.append(self._spawn(stage, rank))
             async with self._watched():
                 await self._until_ready()
+                self._whole = True
                 log.info("deployment_ready", deployment=deployment.name, processes=len(self._children))
                 yield self
 
     @property
     def processes(self) -> dict[tuple[str, int], int]:
-        """The pid of every stage and rank."""
+        """The pid of every stage and rank, of its present life or the last."""
         return {(child.stage, child.rank): child.process.pid for child in self._children}
+
+    def is_ready(self, stage: str, rank: int) -> bool:
+        """Whether the present life of a stage has said that it is."""
+        return any(child.ready for child in self._children if (child.stage, child.rank) == (stage, rank))
 
     def _spawn(self, stage: str, rank: int) -> _Child:
         deployment = self._deployment
@@ -123,11 +135,12 @@ class Supervisor:
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
-        """When a stage dies within the block, the block is cancelled and DeploymentError raised in its place."""
+        """When a stage cannot be kept alive within the block, the block is cancelled and DeploymentError raised in its
+        place."""
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                watches = [group.create_task(self._watch(child)) for child in self._children]
+                watches = [group.create_task(self._watch(place)) for place in range(len(self._children))]
                 try:
                     yield
                 except Exception as problem:  # raised below, not in a group
@@ -140,11 +153,37 @@ class Supervisor:
         if failure is not None:
             raise failure
 
-    async def _watch(self, child: _Child) -> None:
-        await child.ended()
-        log.error("stage_died", stage=child.stage, rank=child.rank, how=child.how)
-        when = "" if child.ready else " before it was ready"
-        raise DeploymentError(f"{child} {child.how}{when}, so the deployment was stopped; its last lines say more")
+    async def _watch(self, place: int) -> None:
+        """Start a stage again whenever it has died, for ever. Raises DeploymentError when that is of no use."""
+        spec, short_lives = self._deployment.restarts, 0
+        while True:
+            child = self._children[place]
+            await child.ended()
+            short_lives = 1 if child.was_ready_s >= spec.healthy_s else short_lives + 1
+            log.error("stage_died", stage=child.stage, rank=child.rank, how=child.how)
+            if not self._whole or short_lives > spec.most:
+                when = "" if child.ready else " before it was ready"
+                times = f"; it has died {short_lives} times within {spec.healthy_s:g} s" if short_lives > 1 else ""
+                raise DeploymentError(
+                    f"{child} {child.how}{when}, so the deployment was stopped{times}; its last lines say more"
+                )
+            if short_lives > 1:
+                await asyncio.sleep(min(BACKOFF_S * 2.0 ** (short_lives - 2), LONGEST_BACKOFF_S))
+            self._children[place] = child = self._spawn(child.stage, child.rank)
+            await self._until_ready_or_dead(child)
+
+    async def _until_ready_or_dead(self, child: _Child) -> None:
+        """One that is not ready in time is killed."""
+        announced = asyncio.create_task(child.announced())
+        try:
+            async with asyncio.timeout(self._deployment.timeouts.start_s):
+                await child.announced_or_died(announced)
+        except TimeoutError:
+            log.error("stage_late", stage=child.stage, rank=child.rank)
+            child.kill()
+        finally:
+            announced.cancel()
+            await asyncio.wait([announced])  # it lets go of a descriptor that will be closed
 
     async def _until_ready(self) -> None:
         start_s = self._deployment.timeouts.start_s
@@ -197,7 +236,9 @@ class Supervisor:
                         child.terminate()
                     asked += members
                     await _all_ended(members)
-        wrong = [f"{child} {child.how} while it drained" for child in asked if child.process.returncode]
+        # One that has just been started again dies of the signal until it handles it, and has nothing to drain.
+        failed = [child for child in asked if child.process.returncode and (child.ready or not child.terminated)]
+        wrong = [f"{child} {child.how} while it drained" for child in failed]
         if left := self._left():
             until = [*list(asked_at.values())[1:], clock()]
             spent = ", ".join(
@@ -227,6 +268,7 @@ class _Child:
     def __init__(self, stage: str, rank: int, process: subprocess.Popen[bytes], status: int) -> None:
         self.stage, self.rank, self.process = stage, rank, process
         self.ready = False
+        self._ready_at = self._ended_at = 0.0
         self._status = status
         self._pidfd = os.pidfd_open(process.pid)
 
@@ -247,7 +289,24 @@ class _Child:
         await readable(self._status)
         if os.read(self._status, 64) != b"ready\n":  # closed
             await asyncio.get_running_loop().create_future()
-        self.ready = True
+        self.ready, self._ready_at = True, time.monotonic()
+
+    async def announced_or_died(self, announced: asyncio.Task[None]) -> None:
+        died = asyncio.create_task(readable(self._pidfd))
+        try:
+            await asyncio.wait([announced, died], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+            await asyncio.wait([died])
+
+    @property
+    def terminated(self) -> bool:
+        return self.process.returncode == -signal.SIGTERM
+
+    @property
+    def was_ready_s(self) -> float:
+        """For how long it was, of one that has ended."""
+        return self._ended_at - self._ready_at if self.ready else 0.0
 
     async def ended(self) -> None:
         """Until its process has ended and been waited for."""
@@ -279,6 +338,7 @@ class _Child:
         with suppress(ProcessLookupError, PermissionError):  # whatever it has left behind
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._ended_at = time.monotonic()
         os.close(self._pidfd)
         os.close(self._status)
 

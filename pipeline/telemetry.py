@@ -31,6 +31,8 @@ COUNTERS = {
     "requests_expired": "Requests a scheduler gave up because they never became complete",
     "batches_abandoned": "Batches an engine was spared because nobody waited for them any more",
     "submits_repeated": "Submits of a request that is in flight already",
+    "items_sent_again": "Items sent to another encoder because theirs had died or fallen silent",
+    "requests_sent_again": "Times that a request was sent again as a whole, such as after the death of its scheduler",
     "answers_undeliverable": "Answers to clients that had left or did not keep up",
     "reports_late": "Reports about requests that were over",
     "jobs_late": "Jobs of requests that were over when an encoder came to them",

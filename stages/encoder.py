@@ -83,10 +83,10 @@ class Encoder:
         match message:
             case wire.Encode(to=to) as job if to == self._stage.epoch:
                 self._jobs.put_nowait(Job(job, Features(self._stage.reader, job, frames)))
-            case wire.Encode():
+            case wire.Cancel(to=to) as cancel if to == self._stage.epoch:
+                self._over.add(cancel.request, cancel.attempt)
+            case wire.Encode() | wire.Cancel():
                 self._stage.counters.count("mail_of_a_former_life")
-            case wire.Cancel(request=request, attempt=attempt):
-                self._over.add(request, attempt)
             case _:
                 if not self._stage.peers.hear(message):
                     self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
@@ -179,16 +179,19 @@ class Encoder:
         """Whether the message has the items that are this rank's, by the assignment that every process computes alike;
         if not, its owner is told."""
         message, assignment = job.message, self._stage.deployment.encoder.assignment
+        assigned = message.anew or range(len(message.items))
         try:
+            if list(assigned) != sorted({*assigned} & {*range(len(message.items))}):
+                raise BadMessage(f"{message.anew} of {len(message.items)} items; they are named once each, in order")
             places = owners(
                 assignment,
                 message.request,
-                [prod(item.grid) for item in message.items],
-                [item.content_hash for item in message.items],
+                [prod(message.items[index].grid) for index in assigned],
+                [message.items[index].content_hash for index in assigned],
                 [rank.rank for rank in message.encoders],
             )
             epochs = [message.encoders[place].epoch for place in places]
-            mine = [index for index, epoch in enumerate(epochs) if epoch == self._stage.epoch]
+            mine = [index for index, epoch in zip(assigned, epochs, strict=True) if epoch == self._stage.epoch]
             if mine != (sent := [item.info.index for item in job.items]):
                 raise BadMessage(
                     f"encoder.assignment: {assignment} gives this rank items {mine}, but the message carries {sent}"
@@ -286,4 +289,4 @@ class Encoder:
         failure = wire.Failure(kind, text[:4096], self._stage.origin, item, retryable)
         with suppress(PeerGone):
             owner = self._stage.peers.get(job.owner.stage, job.owner.rank, job.owner.epoch)
-            self._stage.peers.send(owner, wire.Failed(job.request, job.attempt, failure))
+            self._stage.peers.send(owner, wire.Failed(job.request, job.attempt, failure, owner.epoch))

@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, LeaseNotReady, PeerGone
+from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, LeaseError, LeaseNotReady, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import Deployment
@@ -80,6 +80,7 @@ class Scheduler:
         self._collecting = 0  #: messages whose embeddings are waited for, or copied
         self._call: asyncio.Task[Sequence[EngineResult | Exception]] | None = None
         self._over = Tombstones()
+        self._collected = Tombstones()  #: all that belongs to these is here
         stage.in_flight = lambda: len(self._pending) + len(self._ready) + len(self._running)
 
     async def hear(self) -> None:
@@ -95,12 +96,10 @@ class Scheduler:
                 self._admit(admit)
             case wire.Embeddings(to=to) as embeddings if to == self._stage.epoch:
                 self._arrived(embeddings, frames)
-            case wire.Admit() | wire.Embeddings():
+            case wire.Cancel(to=to) as cancel if to == self._stage.epoch:
+                self._give_up(cancel.request, cancel.attempt)
+            case wire.Admit() | wire.Embeddings() | wire.Cancel():
                 self._stage.counters.count("mail_of_a_former_life")
-            case wire.Cancel(request=request, attempt=attempt):
-                self._over.add(request, attempt)
-                self._pending.pop((request, attempt), None)
-                self._abandon_if_over()
             case _:
                 if not self._stage.peers.hear(message):
                     self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
@@ -133,6 +132,13 @@ class Scheduler:
             self._idle.clear()
             await self._idle.wait()
 
+    def _give_up(self, request: bytes, attempt: int) -> None:
+        """Nobody waits for this attempt any more, nor for an older one."""
+        self._over.add(request, attempt)
+        for key in [key for key in self._pending if key[0] == request and key[1] <= attempt]:
+            del self._pending[key]
+        self._abandon_if_over()
+
     def _expire(self, key: tuple[bytes, int]) -> None:
         del self._pending[key]
         self._over.add(*key)
@@ -143,6 +149,8 @@ class Scheduler:
     def _admit(self, admit: wire.Admit) -> None:
         if self._over.covers(admit.request, admit.attempt):
             return
+        if admit.attempt:  # whoever sent an older one has sent it anew, or has died and its client has
+            self._give_up(admit.request, admit.attempt - 1)
         pending = self._of(admit.request, admit.attempt)
         pending.admit = admit
         pending.until_ns = min(admit.deadline_ns, time.monotonic_ns() + self._patience_ns)
@@ -153,7 +161,7 @@ class Scheduler:
 
     def _arrived(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
         """Collect embeddings: small ones now; large ones, and those that a GPU may still write, beside the loop."""
-        over = self._over.covers(message.request, message.attempt)
+        over = self._is_late(message)
         payloads = [output.payload for item in message.items for output in item.outputs]
         large = sum(prod(payload.shape) for payload in payloads) >= COPY_BESIDE
         if large or self._stage.device is not None or not self._are_written(payloads):
@@ -161,6 +169,10 @@ class Scheduler:
             self._stage.tasks.create_task(self._collect(message, payloads, frames), name="collect")
         else:
             self._file(message, over, *self._copied(message, frames, over))
+
+    def _is_late(self, message: wire.Embeddings) -> bool:
+        """Whether nobody waits for these: the request is over, or they were encoded twice and have come already."""
+        return any(known.covers(message.request, message.attempt) for known in (self._over, self._collected))
 
     def _are_written(self, payloads: Sequence[wire.Payload]) -> bool:
         with suppress(FerryError):  # said again, of its payload alone, when that is opened
@@ -170,7 +182,7 @@ class Scheduler:
     async def _collect(
         self, message: wire.Embeddings, payloads: Sequence[wire.Payload], frames: Sequence[Buffer]
     ) -> None:
-        is_over = partial(self._over.covers, message.request, message.attempt)
+        is_over = partial(self._is_late, message)
         problem: FerryError | None = None
         try:
             with self._stage.alone():
@@ -225,7 +237,7 @@ class Scheduler:
         arrived: Mapping[int, Mapping[str, View]],
         problem: FerryError | None,
     ) -> None:
-        if over or self._over.covers(message.request, message.attempt):
+        if over or self._is_late(message):
             self._stage.counters.count("embeddings_late")
             return
         pending = self._of(message.request, message.attempt)
@@ -261,6 +273,8 @@ class Scheduler:
             return
         pending.marks["collected"] = time.monotonic_ns()
         del self._pending[request, attempt]
+        self._collected.add(request, attempt)
+        self._tell_owner(admit.owner, wire.Collected(request, attempt, admit.owner.epoch, self._stage.origin))
         self._ready.append(pending)
         self._wake.set()
 
@@ -298,6 +312,7 @@ class Scheduler:
             done = wire.Done(
                 admit.request,
                 admit.attempt,
+                admit.owner.epoch,
                 self._stage.origin,
                 answer.output_tokens,
                 answer.digests,
@@ -358,10 +373,13 @@ class Scheduler:
         kind = type(problem).__name__ if isinstance(problem, FerryError) else "EngineError"
         item = problem.index if isinstance(problem, BadItem) else -1
         log.info("failed", request=request.hex(), kind=kind, problem=str(problem))
-        failure = wire.Failure(kind, str(problem)[:4096], self._stage.origin, item)
-        self._tell_owner(pending.admit.owner, wire.Failed(request, attempt, failure))
+        # Unreadable embeddings are no fault of the request's: their encoder may have died, and others can make them.
+        retryable = isinstance(problem, LeaseError | PeerGone)
+        failure = wire.Failure(kind, str(problem)[:4096], self._stage.origin, item, retryable)
+        owner = pending.admit.owner
+        self._tell_owner(owner, wire.Failed(request, attempt, failure, owner.epoch))
 
-    def _tell_owner(self, owner: wire.Origin, message: wire.Done | wire.Failed) -> None:
+    def _tell_owner(self, owner: wire.Origin, message: wire.Collected | wire.Done | wire.Failed) -> None:
         with suppress(PeerGone):
             self._stage.peers.send(self._stage.peers.get(owner.stage, owner.rank, owner.epoch), message)
 

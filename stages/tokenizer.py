@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -19,6 +18,7 @@ from tensorferry.codecs.errors import (
     BadMessage,
     BadRequest,
     FerryError,
+    LethalRequest,
     PeerBusy,
     PeerGone,
     RequestError,
@@ -35,6 +35,7 @@ from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner, Prompt
+from tensorferry.stages.request import Life, Reported, Request
 from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
@@ -44,6 +45,9 @@ log = structlog.get_logger()
 LOOK_AGAIN_S = 0.002
 GROWN_S = 0.0005  #: making a chunk takes about twice as long
 RETRY_MS = 200  #: hint to clients that were told `busy`
+RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
+MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
+MOST_REPORTED = 8  #: failures of a request that were said to be worth a retry, before one is believed to be its own
 
 
 async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
@@ -61,30 +65,13 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         stage.channels.callback(door.close, LINGER_S)
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
         tokenizer = Tokenizer(stage, door, threads, processor, text)
-        with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.tell_clients()):
+        with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.watch_peers()):
             await stage.peers.wait_ready()
+            tokenizer.open()
             stop.announce_ready()
             await stop.wait_draining()
             await tokenizer.drain()
         await door.flush(FLUSH_S)
-
-
-@dataclass(slots=True)
-class Request:
-    """A request this worker owns, until its outcome is sent."""
-
-    client: bytes
-    submit: wire.Submit
-    task: asyncio.Task[None]
-    reports: dict[int, wire.Done] = field(default_factory=dict)  #: by scheduler rank
-    waiting: set[int] = field(default_factory=set)  #: scheduler ranks that have not reported
-    told: list[Peer] = field(default_factory=list)  #: who knows of it and must hear of a cancel
-    failure: wire.Failure | None = None
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def cancel(self) -> None:
-        """Give it up. Not at once: a task cancelled before its first step would never run, nor answer."""
-        asyncio.get_running_loop().call_soon(self.task.cancel)
 
 
 class Tokenizer:
@@ -101,7 +88,7 @@ class Tokenizer:
         self._clients: set[bytes] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
+        self._open = self._draining = False
         stage.in_flight = lambda: len(self._requests)
 
     # --- clients
@@ -117,9 +104,9 @@ class Tokenizer:
         match message:
             case wire.Submit() as submit:
                 self._accept(client, submit, frames)
-            case wire.Cancel(request=request):
+            case wire.Cancel(request=request, attempt=attempt):
                 owned = self._requests.get(request)
-                if owned is not None and owned.client == client:
+                if owned is not None and owned.client == client and owned.submit.attempt == attempt:
                     owned.cancel()
             case wire.Hello():
                 self._clients.add(client)
@@ -129,10 +116,24 @@ class Tokenizer:
             case other:
                 self._stage.refused(BadMessage(f"a client sent {type(other).__name__}"))
 
-    async def tell_clients(self) -> None:
-        """Tell clients of every change among the peers, for ever."""
+    def open(self) -> None:
+        """Everybody was there once: from now on requests are taken while enough of them are."""
+        self._open = True
+        for client in list(self._clients):
+            self._answer(client, self._members())
+
+    @property
+    def _able(self) -> bool:
+        """Whether requests could be sent on now."""
+        return self._open and bool(self._groups()) and bool(self._stage.peers.usable("encoder"))
+
+    async def watch_peers(self) -> None:
+        """At every change among the peers, see to requests that the dead had a part in, and tell clients; for ever."""
         while True:
             await self._stage.peers.changed()
+            for request in self._requests.values():
+                if self._lost_schedulers(request) or self._lost_items(request):
+                    request.news.set()
             for client in list(self._clients):
                 self._answer(client, self._members())
 
@@ -159,7 +160,7 @@ class Tokenizer:
             reason = "the deployment is draining"
         elif len(self._requests) >= self._limits.in_flight_requests:
             reason = f"{len(self._requests)} requests in flight (limits.in_flight_requests)"
-        elif not self._stage.peers.all_ready:
+        elif not self._able:
             reason = "the deployment is not ready"
         if reason:
             self._stage.counters.count("requests_busy")
@@ -179,7 +180,7 @@ class Tokenizer:
 
     def _members(self) -> wire.Members:
         peers, origin = self._stage.peers, self._stage.origin
-        ready = peers.all_ready and not self._draining
+        ready = self._able and not self._draining
         state = "leaving" if self._draining else "ready" if ready else "waiting"
         me = wire.Member("tokenizer", origin.rank, origin.epoch, state, self._stage.gauges())
         return wire.Members(origin, ready, (me, *peers.members()))
@@ -188,64 +189,132 @@ class Tokenizer:
 
     async def serve(self, client: bytes, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
         """Plan, process, send, wait; whatever happens, answer once and give everything back."""
-        marks = [wire.Mark("received", time.monotonic_ns())]
+        marks = {"received": time.monotonic_ns()}
         request = self._requests[submit.request]
         timeout_s = min(submit.deadline_ms / 1000, self._limits.request_timeout_s)
+        deadline_ns = marks["received"] + int(timeout_s * 1e9)
         with bound_contextvars(request=submit.request.hex()):
             outcome: wire.Message
             try:
                 async with asyncio.timeout(timeout_s):
-                    outcome = await self._serve(request, frames, marks, timeout_s)
+                    outcome = await self._serve(request, frames, marks, deadline_ns)
             except (FerryError, TimeoutError, asyncio.CancelledError) as problem:
                 self._stage.outlive(problem)
-                failure = self._failure(problem, timeout_s, request.told)
+                failure = self._failure(problem, timeout_s, request)
                 outcome = wire.Failed(submit.request, submit.attempt, failure)
             except Exception as bug:
                 self._stage.outlive(bug)
                 log.exception("request_crashed")
                 outcome = wire.Failed(submit.request, submit.attempt, self._failure(bug, timeout_s))
-            if not isinstance(outcome, wire.Result):
-                self._cancel(request)
+            self._cancel(request, request.relieved() if isinstance(outcome, wire.Result) else request.told)
             self._over.add(submit.request, submit.attempt)
             if self._requests.get(submit.request) is request:
                 del self._requests[submit.request]
             if not self._requests:
                 self._idle.set()
             self._answer(client, outcome)
-            self._log(outcome, marks[0].at_ns)
+            self._log(outcome, marks["received"])
 
     async def _serve(
-        self, request: Request, frames: Sequence[Buffer], marks: list[wire.Mark], timeout_s: float
+        self, request: Request, frames: Sequence[Buffer], marks: dict[str, int], deadline_ns: int
     ) -> wire.Message:
+        """Send it, and again what is lost with a process that dies, until all scheduler ranks have reported."""
         prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
-        layouts = [[(plan.dtype, plan.shape)] for plan in prompt.plans]
-        await self._wait_for_room(layouts)
+        items = everything = list(range(len(prompt.plans)))
+        while True:
+            try:
+                await self._dispatch(request, prompt, items, marks, deadline_ns)
+                items = await self._owed(request)
+            except (PeerBusy, PeerGone, Reported) as problem:
+                await self._start_again(request, problem)
+                items = everything
+            else:
+                if not items:
+                    return self._result(request, prompt, marks)
+                self._stage.counters.count("items_sent_again", len(items))
+                log.info("items_sent_again", items=items)
+
+    async def _dispatch(
+        self, request: Request, prompt: Prompt, items: Sequence[int], marks: dict[str, int], deadline_ns: int
+    ) -> None:
+        """Process these items, and send them to whoever encodes them. Raises PeerBusy, PeerGone."""
+        while not (self._groups() and (self._stage.peers.usable("encoder") or not items)):
+            await self._stage.peers.changed()
+        layouts = {index: [(prompt.plans[index].dtype, prompt.plans[index].shape)] for index in items}
+        await self._wait_for_room(list(layouts.values()))
+        publisher = self._stage.publisher
         with ExitStack() as leases:
-            drafts = [leases.enter_context(self._stage.publisher.draft(layout, patient=False)) for layout in layouts]
-            hashes = await self._process(prompt, drafts)
+            drafts = {
+                index: leases.enter_context(publisher.draft(layout, patient=False)) for index, layout in layouts.items()
+            }
+            request.hashes |= await self._process(prompt, drafts)
             if self._stage.device is not None:
-                await stage(lambda: self._ways(request.submit, prompt, drafts, hashes))
-            marks.append(wire.Mark("processed", time.monotonic_ns()))
-            deadline_ns = marks[0].at_ns + int(timeout_s * 1e9)
-            encoded_by = self._send(request, prompt, drafts, hashes, deadline_ns)
-        marks.append(wire.Mark("sent", time.monotonic_ns()))
-        await request.finished.wait()
-        if request.failure is not None:
-            return wire.Failed(request.submit.request, request.submit.attempt, request.failure)
+                await stage(lambda: self._ways(request, prompt, drafts))
+            marks["processed"] = time.monotonic_ns()
+            self._send(request, prompt, drafts, deadline_ns)
+        marks["sent"] = time.monotonic_ns()
+
+    async def _owed(self, request: Request) -> list[int]:
+        """Wait until all scheduler ranks have reported: then none; or until items must be encoded anew: these.
+
+        Raises PeerGone when a scheduler is lost with what it had, and Reported.
+        """
+        while True:
+            await request.news.wait()
+            request.news.clear()
+            if request.failure is not None:
+                raise Reported(request.failure)
+            if not request.waiting:
+                return []
+            for life in self._lost_schedulers(request):
+                self._count_loss(request, life)
+                raise PeerGone(str(life.peer), "died, or fell silent, with what it had of the request")
+            if items := self._lost_items(request):
+                self._count_loss(request, request.owners[items[0]])
+                return items
+
+    def _count_loss(self, request: Request, life: Life) -> None:
+        """Raises LethalRequest once it looks like the request's fault: it is not to go round until nobody is left."""
+        request.losses += 1
+        if request.losses > MOST_LOSSES:
+            raise LethalRequest(request.losses, str(life.peer))
+
+    def _lost_schedulers(self, request: Request) -> list[Life]:
+        return request.lost_schedulers(elsewhere=bool(self._groups()))
+
+    def _lost_items(self, request: Request) -> list[int]:
+        return request.lost_items(elsewhere=bool(self._stage.peers.usable("encoder")))
+
+    async def _start_again(self, request: Request, problem: PeerBusy | PeerGone | Reported) -> None:
+        """Have everybody drop what they have of a request, which is to be sent anew; or raise the problem."""
+        if isinstance(problem, Reported):
+            request.reported += 1
+            if not problem.failure.retryable or request.reported > MOST_REPORTED:
+                raise problem
+        if request.sendings + 1 >= wire.SENDINGS:
+            raise problem
+        self._stage.counters.count("requests_sent_again")
+        log.info("sent_again", reason=str(problem))
+        self._cancel(request, request.told)
+        pause_s = min(RESEND_S * 2.0**request.sendings, LONGEST_RESEND_S)
+        request.start_again()
+        await asyncio.sleep(pause_s)
+
+    def _result(self, request: Request, prompt: Prompt, marks: dict[str, int]) -> wire.Result:
         first = request.reports[min(request.reports)]
-        digests = first.digests or (b"",) * len(drafts)
+        digests = first.digests or (b"",) * len(prompt.plans)
         items = tuple(
-            wire.ItemReport(owner, plan.grid, plan.rows, draft.transport, draft.nbytes, digest)
-            for owner, plan, draft, digest in zip(encoded_by, prompt.plans, drafts, digests, strict=True)
+            wire.ItemReport(request.owners[index].peer.rank, plan.grid, plan.rows, *request.sent[index], digest)
+            for index, (plan, digest) in enumerate(zip(prompt.plans, digests, strict=True))
         )
-        marks.append(wire.Mark("answered", time.monotonic_ns()))
+        before = tuple(wire.Mark(step, at_ns) for step, at_ns in marks.items())
         return wire.Result(
             request.submit.request,
             request.submit.attempt,
             len(prompt.token_ids),
             first.output_tokens,
             items,
-            (*marks[:-1], *first.marks, marks[-1]),
+            (*before, *first.marks, wire.Mark("answered", time.monotonic_ns())),
         )
 
     async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
@@ -274,11 +343,11 @@ class Tokenizer:
         while time.monotonic_ns() < until_ns and not publisher.fits(layouts):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    async def _process(self, prompt: Prompt, drafts: Sequence[Draft]) -> list[bytes]:
-        """Decode every item into its draft, `threads` at a time; the content hashes. Raises BadItem."""
+    async def _process(self, prompt: Prompt, drafts: Mapping[int, Draft]) -> dict[int, bytes]:
+        """Decode items into their drafts, `threads` at a time; their content hashes. Raises BadItem."""
 
-        async def process(index: int) -> bytes:
-            plan, media, out = prompt.plans[index], prompt.media[index], drafts[index].views[0]
+        async def process(index: int, draft: Draft) -> bytes:
+            plan, media, out = prompt.plans[index], prompt.media[index], draft.views[0]
             try:
                 return await run_to_end(self._threads, lambda: write(self._processor, media, plan, out))
             except BadMedia as problem:
@@ -286,107 +355,131 @@ class Tokenizer:
 
         try:
             async with asyncio.TaskGroup() as decoding:
-                tasks = [decoding.create_task(process(index)) for index in range(len(drafts))]
+                tasks = {index: decoding.create_task(process(index, draft)) for index, draft in drafts.items()}
         except* BadItem as group:
             raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
-        return [task.result() for task in tasks]
+        return {index: task.result() for index, task in tasks.items()}
 
-    def _ways(
-        self, submit: wire.Submit, prompt: Prompt, drafts: Sequence[Draft], hashes: Sequence[bytes]
-    ) -> list[tuple[Draft, int | None]]:
+    def _ways(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> list[tuple[Draft, int | None]]:
         """Every draft with its column at the encoder rank that owns the item now."""
-        encoders = self._stage.peers.usable("encoder")
-        places = self._places(submit, prompt, hashes, encoders) if encoders else []
-        return [(drafts[index], encoders[place].column) for index, place in enumerate(places)]
+        owned = self._owners(request, prompt, list(drafts), self._stage.peers.usable("encoder"))
+        return [(drafts[index], peer.column) for index, peer in owned.items()]
 
-    def _places(
-        self, submit: wire.Submit, prompt: Prompt, hashes: Sequence[bytes], encoders: Sequence[Peer]
-    ) -> list[int]:
-        """Which of these encoder ranks, at least one, owns each item: its place among them."""
-        patches, ranks = [plan.patches for plan in prompt.plans], [peer.rank for peer in encoders]
-        return owners(self._stage.deployment.encoder.assignment, submit.request, patches, hashes, ranks)
+    def _owners(
+        self, request: Request, prompt: Prompt, items: Sequence[int], encoders: Sequence[Peer]
+    ) -> dict[int, Peer]:
+        """Which of these encoder ranks owns each of these items; none where there is no rank."""
+        if not encoders:
+            return {}
+        places = owners(
+            self._stage.deployment.encoder.assignment,
+            request.submit.request,
+            [prompt.plans[index].patches for index in items],
+            [request.hashes[index] for index in items],
+            [peer.rank for peer in encoders],
+        )
+        return {index: encoders[place] for index, place in zip(items, places, strict=True)}
 
-    def _send(
-        self,
-        request: Request,
-        prompt: Prompt,
-        drafts: Sequence[Draft],
-        hashes: Sequence[bytes],
-        deadline_ns: int,
-    ) -> list[int]:
-        """Tell the schedulers, and hand every item to the encoder rank that owns it: no await in here.
+    def _send(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
+        """Tell the schedulers, unless they know, and hand items to the encoder ranks that own them: no await in here.
 
-        Returns the owner's rank of each item. Raises PeerBusy or PeerGone; what was not sent is taken back.
+        Raises PeerBusy or PeerGone; what was not sent is taken back.
         """
-        submit, origin = request.submit, self._stage.origin
-        schedulers = self._attention_group(submit.request)
         encoders = self._stage.peers.usable("encoder")
         if drafts and not encoders:
             raise PeerGone("encoder", "no rank is ready")
-        places = self._places(submit, prompt, hashes, encoders) if encoders else []
+        owned = self._owners(request, prompt, list(drafts), encoders)
+        anew = () if not request.schedulers else tuple(drafts)
+        if not request.schedulers:
+            self._admit(request, prompt, deadline_ns)
         ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
-        group = tuple(wire.Rank(peer.rank, peer.epoch) for peer in schedulers)
-        request.waiting = {peer.rank for peer in schedulers}
-        token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
-        spans = tuple(wire.Span(offset, length) for offset, length in prompt.spans)
-        for peer in schedulers:
-            request.told.append(peer)
-            peer.outbox.send_nowait(
-                wire.Admit(
-                    submit.request,
-                    submit.attempt,
-                    peer.epoch,
-                    origin,
-                    group,
-                    token_bytes,
-                    spans,
-                    submit.output_tokens,
-                    deadline_ns,
-                )
-            )
-        for position in sorted(set(places)):
-            peer = encoders[position]
-            owned = [index for index, place in enumerate(places) if place == position]
+        group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in request.schedulers)
+        for peer in (peer for peer in encoders if peer in owned.values()):
             frames: list[Buffer] = []
-            payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in owned}
+            its = [index for index, owner in owned.items() if owner is peer]
+            payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in its}
             items = tuple(
-                wire.Item(plan.modality, plan.grid, plan.rows, digest, payloads.get(index))
-                for index, (plan, digest) in enumerate(zip(prompt.plans, hashes, strict=True))
+                wire.Item(plan.modality, plan.grid, plan.rows, request.hashes[index], payloads.get(index))
+                for index, plan in enumerate(prompt.plans)
             )
-            message = wire.Encode(submit.request, submit.attempt, peer.epoch, origin, ranks, group, items, deadline_ns)
-            request.told.append(peer)
+            message = wire.Encode(
+                request.submit.request,
+                request.attempt,
+                peer.epoch,
+                self._stage.origin,
+                ranks,
+                group,
+                items,
+                deadline_ns,
+                anew,
+            )
+            life = Life(peer, peer.epoch)
+            request.told.append(life)
             try:
                 peer.outbox.send_nowait(message, frames)
             except Exception:  # whatever it was: a send is all or nothing
-                for index in owned:
+                for index in its:
                     drafts[index].retract(peer.column)
                 raise
-        return [encoders[place].rank for place in places]
+            for index in its:
+                request.owners[index] = life
+                request.sent[index] = drafts[index].transport, drafts[index].nbytes
 
-    def _attention_group(self, request: bytes) -> list[Peer]:
-        """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""
+    def _admit(self, request: Request, prompt: Prompt, deadline_ns: int) -> None:
+        """Tell the scheduler ranks that attend to a request. Raises PeerBusy or PeerGone."""
+        lives = [Life(peer, peer.epoch) for peer in self._attention_group(request.submit.request)]
+        group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
+        token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
+        spans = tuple(wire.Span(offset, length) for offset, length in prompt.spans)
+        request.schedulers = lives
+        request.waiting = {life.peer.rank for life in lives}
+        request.collecting = set(request.waiting)
+        for life in lives:
+            request.told.append(life)
+            life.peer.outbox.send_nowait(
+                wire.Admit(
+                    request.submit.request,
+                    request.attempt,
+                    life.epoch,
+                    self._stage.origin,
+                    group,
+                    token_bytes,
+                    spans,
+                    request.submit.output_tokens,
+                    deadline_ns,
+                )
+            )
+
+    def _groups(self) -> list[list[Peer]]:
+        """The attention groups that have all of their ranks ready."""
         spec = self._stage.deployment.scheduler
         size = spec.attention_tp_size
         usable = {peer.rank: peer for peer in self._stage.peers.usable("scheduler")}
         groups = [range(first, first + size) for first in range(0, spec.groups * spec.tp_size, size)]
-        whole = [group for group in groups if usable.keys() >= set(group)]
+        return [[usable[rank] for rank in group] for group in groups if usable.keys() >= set(group)]
+
+    def _attention_group(self, request: bytes) -> list[Peer]:
+        """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""
+        whole = self._groups()
         if not whole:
             raise PeerGone("scheduler", "no attention group has all of its ranks ready")
-        return [usable[rank] for rank in whole[int.from_bytes(request[:8], "big") % len(whole)]]
+        return whole[int.from_bytes(request[:8], "big") % len(whole)]
 
-    def _cancel(self, request: Request) -> None:
-        """Tell everybody who knows of a request that it is over."""
-        for peer in request.told:
-            self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.submit.attempt))
+    def _cancel(self, request: Request, told: Sequence[Life]) -> None:
+        """Tell these, who know of this attempt, that it is over."""
+        for peer, epoch in told:
+            if peer.epoch == epoch:
+                self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.attempt, epoch))
 
-    def _failure(self, problem: BaseException, timeout_s: float, told: Sequence[Peer] = ()) -> wire.Failure:
+    def _failure(self, problem: BaseException, timeout_s: float, request: Request | None = None) -> wire.Failure:
         origin = self._stage.origin
         match problem:
+            case Reported(failure=failure):
+                return failure
             case BadItem(index=index):
                 return wire.Failure("BadItem", str(problem)[:4096], origin, index)
             case TimeoutError():
-                silent = [f"{peer} {peer.quarantine}" for peer in told if peer.state == "quarantined"]
-                text = "; ".join([f"not done within {timeout_s:g} s", *silent])
+                text = "; ".join([f"not done within {timeout_s:g} s", *self._absent(request)])
                 return wire.Failure("DeadlineExceeded", text[:4096], origin, retryable=True)
             case asyncio.CancelledError():
                 return wire.Failure("Cancelled", "cancelled by the client, or the deployment stopped", origin)
@@ -394,6 +487,17 @@ class Tokenizer:
                 retryable = not isinstance(problem, RequestError)
                 return wire.Failure(type(problem).__name__, str(problem)[:4096], origin, retryable=retryable)
         return wire.Failure("InternalError", f"{type(problem).__name__}: {problem}"[:4096], origin)
+
+    def _absent(self, request: Request | None) -> list[str]:
+        """What may have kept a request, in words."""
+        told = request.told if request is not None else []
+        said = [f"{life.peer} is gone" for life in told if life.over]
+        said += [f"{life.peer} {life.peer.quarantine}" for life in told if life.peer.state == "quarantined"]
+        if not self._stage.peers.usable("encoder"):
+            said.append("no encoder rank is ready")
+        if not self._groups():
+            said.append("no attention group has all of its scheduler ranks ready")
+        return list(dict.fromkeys(said))
 
     def _log(self, outcome: wire.Message, received_ns: int) -> None:
         ms = round((time.monotonic_ns() - received_ns) / 1e6, 1)
@@ -415,26 +519,32 @@ class Tokenizer:
 
     def _take_report(self, message: wire.Message) -> None:
         match message:
-            case wire.Done() as done:
+            case wire.Done() | wire.Failed() | wire.Collected() if message.to != self._stage.epoch:
+                self._stage.counters.count("mail_of_a_former_life")
+            case wire.Collected(origin=origin):
+                request = self._owned(message.request, message.attempt)
+                if request is not None:
+                    request.collecting.discard(origin.rank)
+            case wire.Done(origin=origin) as done:
                 request = self._owned(done.request, done.attempt)
-                if request is not None and done.origin.rank in request.waiting:
-                    request.waiting.discard(done.origin.rank)
-                    request.reports[done.origin.rank] = done
+                if request is not None and origin.rank in request.waiting:
+                    request.waiting.discard(origin.rank)
+                    request.reports[origin.rank] = done
                     if not request.waiting:
-                        request.finished.set()
-            case wire.Failed() as failed:
+                        request.news.set()
+            case wire.Failed(failure=failure) as failed:
                 request = self._owned(failed.request, failed.attempt)
-                told = request is not None and any(peer.epoch == failed.failure.origin.epoch for peer in request.told)
+                told = request is not None and any(life.epoch == failure.origin.epoch for life in request.told)
                 if request is not None and told and request.failure is None:
-                    request.failure = failed.failure
-                    request.finished.set()
+                    request.failure = failure
+                    request.news.set()
             case _:
                 if not self._stage.peers.hear(message):
                     self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
 
     def _owned(self, request: bytes, attempt: int) -> Request | None:
         owned = self._requests.get(request)
-        if owned is None or owned.submit.attempt != attempt:
+        if owned is None or owned.attempt != attempt:
             self._stage.counters.count("reports_late")
             return None
         return owned

@@ -251,7 +251,7 @@ async def test_cancelled_and_late_jobs_drop_out(rank_of: Any) -> None:
         rank.ask(b"a", [1])
         rank.send(b"cancelled", [(b"x", payload)])
         rank.ask(b"late", [4], deadline_ns=1)
-        rank.encoder._take(wire.Cancel(b"cancelled".rjust(16), 0), [])
+        rank.encoder._take(wire.Cancel(b"cancelled".rjust(16), 0, ME), [])
         await rank.serve()
         assert pool.reclaim() == 1
     assert rank.adapter.calls == [[1]]
@@ -405,7 +405,7 @@ async def test_whatever_comes_together_output_i_belongs_to_input_i(rank_of: Any,
             rank.ask(request, asked[request], **({"deadline_ns": 1} if late else {}))
             if late or rng.random() < 0.1:
                 over.add(request)
-                rank.encoder._take(wire.Cancel(request.rjust(16), 0), [])
+                rank.encoder._take(wire.Cancel(request.rjust(16), 0, ME), [])
         await rank.serve()
         assert cache is None or cache.nbytes <= cache.capacity_nbytes
     answered = {name.strip() for name in rank.embeddings.keys() | rank.failures.keys()}
@@ -462,7 +462,7 @@ async def test_a_request_that_nobody_wants_does_not_hold_its_batch_up(
         rank.send(b"late", [(b"late", proxy)], deadline_ns=until_ns if how == "past its deadline" else 1 << 62)
         rank.ask(b"good", [6])
         if how == "cancelled":
-            cancel = wire.Cancel(b"late".rjust(16), 0)
+            cancel = wire.Cancel(b"late".rjust(16), 0, ME)
             asyncio.get_running_loop().call_later(0.02, rank.encoder._take, cancel, [])
         await rank.serve()
         assert rank.answers(b"good") == [(0, 6)]

@@ -12,6 +12,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import CODES
 from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler
+from tensorferry.stages.tokenizer import Tokenizer
 
 NOW, BEFORE = 7, 6  #: epochs
 OWNER, REQUEST = wire.Origin("tokenizer", 0, 3), bytes(16)
@@ -33,10 +34,14 @@ def embeddings(to: int) -> wire.Embeddings:
     return wire.Embeddings(REQUEST, 0, to, wire.Origin("encoder", 0, 5), items, ())
 
 
+def cancel(to: int) -> wire.Cancel:
+    return wire.Cancel(REQUEST, 0, to)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Encoder, encode), (Scheduler, admit), (Scheduler, embeddings)],
-    ids=["encode", "admit", "embeddings"],
+    [(Encoder, encode), (Encoder, cancel), (Scheduler, admit), (Scheduler, embeddings), (Scheduler, cancel)],
+    ids=["encode", "cancel at an encoder", "admit", "embeddings", "cancel at a scheduler"],
 )
 def test_a7_mail_of_a_former_life_is_dropped_and_counted(kind: type[Any], message: Any) -> None:
     counted: list[str] = []
@@ -52,8 +57,36 @@ def test_a7_mail_of_a_former_life_is_dropped_and_counted(kind: type[Any], messag
     )
     receiver._jobs = SimpleNamespace(put_nowait=lambda job: taken.append("job"))
     receiver._admit = lambda message: taken.append("admit")
+    receiver._over = SimpleNamespace(add=lambda request, attempt: taken.append("cancel"))
+    receiver._give_up = lambda request, attempt: taken.append("cancel")
     receiver._arrived = lambda message, frames: taken.append("embeddings")
     receiver._take(message(BEFORE), [bytes(128)])
     assert (counted, taken) == (["mail_of_a_former_life"], [])
     receiver._take(message(NOW), [bytes(128)])
     assert len(taken) == 1
+
+
+def done(to: int) -> wire.Done:
+    return wire.Done(REQUEST, 0, to, wire.Origin("scheduler", 0, 5), 1, (), ())
+
+
+def failed(to: int) -> wire.Failed:
+    return wire.Failed(REQUEST, 0, wire.Failure("BadItem", "", wire.Origin("scheduler", 0, 5)), to)
+
+
+def collected(to: int) -> wire.Collected:
+    return wire.Collected(REQUEST, 0, to, wire.Origin("scheduler", 0, 5))
+
+
+@pytest.mark.parametrize("message", [done, failed, collected])
+def test_a7_an_owner_takes_no_report_that_was_meant_for_its_former_life(message: Any) -> None:
+    """Its client has sent the request again, under the same id: it is in flight here, too."""
+    counted: list[str] = []
+    looked_up: list[bytes] = []
+    owner = object.__new__(Tokenizer)
+    owner._stage = SimpleNamespace(epoch=NOW, counters=SimpleNamespace(count=counted.append))  # type: ignore[assignment]
+    owner._owned = lambda request, attempt: looked_up.append(request)  # type: ignore[assignment, method-assign]
+    owner._take_report(message(BEFORE))
+    assert (counted, looked_up) == (["mail_of_a_former_life"], [])
+    owner._take_report(message(NOW))
+    assert (counted, looked_up) == (["mail_of_a_former_life"], [REQUEST])

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -367,7 +368,8 @@ async def test_s1_a_deployment_that_stops_answers_for_what_it_had(
     file.write_text(text.replace("options: {digests: true}", "options: {service_ms: 60000}"))
     deployment = load(file)
     async with Supervisor.running(deployment, file) as supervisor:
-        async with Client.connect(deployment, timeout_s=START_S) as client:
+        timeouts = msgspec.structs.replace(deployment.timeouts, start_s=1.5)  # it waits so long for a next life
+        async with Client.connect(msgspec.structs.replace(deployment, timeouts=timeouts), timeout_s=START_S) as client:
             asked = client.submit_nowait(["never served"])
             os.kill(supervisor.processes["tokenizer", 0], signal.SIGSTOP)
             async with asyncio.timeout(20):

@@ -193,10 +193,9 @@ async def test_b07_c5_while_an_encoder_is_stopped_the_others_serve(run: Callable
         ranks = {item.rank for outcome in fresh if isinstance(outcome, wire.Result) for item in outcome.items}
         assert ranks == {0, 2}
 
-        for outcome in await outcomes(held):
-            assert isinstance(outcome, wire.Failed), outcome
-            assert (outcome.failure.kind, outcome.failure.retryable) == ("DeadlineExceeded", True)
-            assert "encoder-1 is quarantined: not heard for" in outcome.failure.problem
+        healed = await outcomes(held)
+        assert not [outcome for outcome in healed if not isinstance(outcome, wire.Result)], healed
+        assert {item.rank for outcome in healed if isinstance(outcome, wire.Result) for item in outcome.items} == {0, 2}
         await it.lends({"tokenizer-0": len(held), "encoder-1": 2})  # what it may still read is nobody else's
 
         os.kill(pid, signal.SIGCONT)
@@ -211,7 +210,7 @@ async def test_b07_c5_while_an_encoder_is_stopped_the_others_serve(run: Callable
 
 
 async def test_b07_while_a_scheduler_is_stopped_the_other_group_serves(run: Callable[..., Any]) -> None:
-    """And the encoder does not give it what it has made for it meanwhile."""
+    """And gets what it had; the encoder does not give it what it has made for it meanwhile."""
     async with run(encoders=1, groups=2) as it:
         numbers = (number.to_bytes(8, "big") * 2 for number in range(2, 1000))  # even ones go to the first group
         it.gate.touch()
@@ -222,17 +221,13 @@ async def test_b07_while_a_scheduler_is_stopped_the_other_group_serves(run: Call
         await it.becomes("scheduler", 0, "quarantined")
         await it.says("peers_quarantined", {"tokenizer-0": 1, "encoder-0": 1})
         it.gate.unlink()
-        [given_up] = await outcomes([made])
-        assert isinstance(given_up, wire.Failed)
-        assert (given_up.failure.kind, given_up.failure.retryable) == ("PeerGone", True)
-        assert "scheduler-0: is quarantined: not heard for" in given_up.failure.problem
+        [again] = await outcomes([made])
+        assert isinstance(again, wire.Result), again
 
         fresh = await outcomes([it.submit(next(numbers)) for _ in range(20)])
         assert not [outcome for outcome in fresh if not isinstance(outcome, wire.Result)], fresh
-        failed = [outcome for outcome in await outcomes(held) if isinstance(outcome, wire.Failed)]
-        assert len(failed) == 4, "those of its group"
-        assert all("scheduler-0" in outcome.failure.problem for outcome in failed), failed
-        assert all("is quarantined: not heard for" in outcome.failure.problem for outcome in failed), failed
+        healed = await outcomes(held)
+        assert not [outcome for outcome in healed if not isinstance(outcome, wire.Result)], healed
 
         os.kill(pid, signal.SIGCONT)
         await it.becomes("scheduler", 0, "ready")

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline import supervisor as module
-from tensorferry.pipeline.config import Deployment, EncoderSpec, TimeoutsSpec
+from tensorferry.pipeline.config import Deployment, EncoderSpec, RestartsSpec, TimeoutsSpec
 from tensorferry.pipeline.lifecycle import TETHER_VARIABLE
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor, digest, start_command
@@ -60,9 +61,19 @@ class Place:
 
         return command
 
-    def running(self, usual: str = "drains", *, timeouts: dict[str, float] | None = None, **others: str) -> Any:
+    def running(
+        self,
+        usual: str = "drains",
+        *,
+        timeouts: dict[str, float] | None = None,
+        restarts: RestartsSpec | None = None,
+        **others: str,
+    ) -> Any:
         command = self.command(usual, **others)
-        return Supervisor.running(self.deployment(**timeouts or {}), FILE, command=command)
+        deployment = self.deployment(**timeouts or {})
+        if restarts is not None:
+            deployment = msgspec.structs.replace(deployment, restarts=restarts)
+        return Supervisor.running(deployment, FILE, command=command)
 
     @property
     def notes(self) -> list[str]:
@@ -124,9 +135,9 @@ async def test_it_starts_whole_and_drains_upstream_first(place: Place) -> None:
     assert max(encoders) < notes.index("scheduler-0 draining")
 
 
-async def test_a_stage_that_is_killed_ends_the_block_with_its_name(place: Place) -> None:
+async def test_without_restarts_a_stage_that_is_killed_ends_the_block_with_its_name(place: Place) -> None:
     async def kill_one() -> None:
-        async with asyncio.timeout(DEADLINE_S), place.running() as supervisor:
+        async with asyncio.timeout(DEADLINE_S), place.running(restarts=RestartsSpec(most=0)) as supervisor:
             os.kill(supervisor.processes["encoder", 1], signal.SIGKILL)
             await asyncio.Event().wait()
 
@@ -139,10 +150,41 @@ async def test_a_stage_that_is_killed_ends_the_block_with_its_name(place: Place)
     ]
 
 
-async def test_a_stage_that_leaves_unasked_ends_the_block(place: Place) -> None:
-    with pytest.raises(DeploymentError, match=r"^scheduler-0 exited with status 0, so"):
-        async with asyncio.timeout(DEADLINE_S), place.running(scheduler_0="leaves_when_ready"):
-            await asyncio.Event().wait()
+async def test_a_stage_that_is_killed_is_started_again_and_drained_like_the_others(place: Place) -> None:
+    async with asyncio.timeout(DEADLINE_S), place.running() as supervisor:
+        for _ in range(2):
+            before = dict(supervisor.processes)
+            os.kill(before["encoder", 1], signal.SIGKILL)
+            while supervisor.processes == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert supervisor.processes.items() - before.items() == {(("encoder", 1), supervisor.processes["encoder", 1])}
+    assert not any(map(psutil.pid_exists, supervisor.processes.values()))
+
+
+async def test_a_stage_that_dies_again_and_again_stops_the_deployment_with_the_reason(place: Place) -> None:
+    restarts = RestartsSpec(most=3)
+    with capture_logs() as logs:
+        with pytest.raises(
+            DeploymentError, match=r"^scheduler-0 exited with status 0, so .* died 4 times within 10 s;"
+        ):
+            async with asyncio.timeout(DEADLINE_S), place.running(restarts=restarts, scheduler_0="leaves_when_ready"):
+                await asyncio.Event().wait()
+    started = [log["rank"] for log in logs if log["event"] == "stage_started" and log["stage"] == "scheduler"]
+    assert len(started) == 4
+
+
+async def test_a_long_life_makes_up_for_short_ones(place: Place) -> None:
+    restarts = RestartsSpec(most=1, healthy_s=0.001)
+    async with asyncio.timeout(DEADLINE_S), place.running(restarts=restarts) as supervisor:
+        for _ in range(3):
+            before = supervisor.processes["tokenizer", 0]
+            async with asyncio.timeout(DEADLINE_S):
+                while not supervisor.is_ready("tokenizer", 0):  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
+            os.kill(before, signal.SIGKILL)
+            while supervisor.processes["tokenizer", 0] == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
 
 
 async def test_a_stage_that_cannot_start_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
@@ -378,12 +420,10 @@ def test_a_signal_while_it_starts_ends_it(place: Place, up: Callable[..., Up], u
     assert started.ends() == 0
 
 
-def test_a_stage_that_dies_is_the_last_word(up: Callable[..., Up]) -> None:
-    started = up("drains")
-    tokenizer, *_ = started.ready()
-    os.kill(tokenizer, signal.SIGKILL)
+def test_a_stage_that_cannot_be_kept_alive_is_the_last_word(up: Callable[..., Up]) -> None:
+    started = up("leaves_when_ready")
     assert started.ends() == 1
-    assert started.errors.splitlines()[-1].startswith("up: tokenizer-0 was killed by SIGKILL, so the deployment was")
+    assert " exited with status 0, so the deployment was stopped" in started.errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -1,4 +1,4 @@
-"""A fingerprint adapter that does something odd at a certain item: one of `GATED` or `MAD` rows.
+"""A fingerprint adapter that does something odd at a certain item: one of `GATED`, `MAD` or `LETHAL` rows.
 
 `model.options.gate` is a path. While a file is there, a gated item is not encoded; `gate`.entered says that one waits.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.fingerprint import Fingerprint
 
-GATED, MAD = 11, 13  #: rows of an item
+GATED, MAD, LETHAL = 11, 13, 17  #: rows of an item
 
 
 class Odd(Fingerprint):
@@ -31,6 +33,8 @@ class Odd(Fingerprint):
             self._gate.with_suffix(".entered").touch()
             while self._gate.exists():
                 threading.Event().wait(0.002)
+        if any(item.rows == LETHAL for item in items):
+            os.kill(os.getpid(), signal.SIGKILL)
         if any(item.rows == MAD for item in items):
             for reader in (thing for thing in gc.get_objects() if isinstance(thing, Reader)):
                 for imported in reader._pools.values():

@@ -74,7 +74,11 @@ MESSAGES: dict[str, wire.Message] = {
     "failed": wire.Failed(REQUEST, 1, wire.Failure("BadItem", "item 3: no image", TOKENIZER, 3)),
     "failed, worth a retry": wire.Failed(REQUEST, 1, wire.Failure("PeerGone", "encoder-2: died", ENCODER, -1, True)),
     "busy": wire.Busy(REQUEST, 0, 200, "256 requests in flight (limits.in_flight_requests)"),
-    "cancel": wire.Cancel(REQUEST, 2),
+    "failed, to its owner": wire.Failed(
+        REQUEST, 256, wire.Failure("BadItem", "item 3: no image", ENCODER, 3), TOKENIZER.epoch
+    ),
+    "cancel, of a client": wire.Cancel(REQUEST, 2),
+    "cancel": wire.Cancel(REQUEST, 513, ENCODER.epoch),
     "admit": wire.Admit(
         REQUEST,
         0,
@@ -103,6 +107,20 @@ MESSAGES: dict[str, wire.Message] = {
         ),
         31_536_000_000_000_000,
     ),
+    "encode, anew": wire.Encode(
+        REQUEST,
+        0,
+        ENCODER.epoch,
+        TOKENIZER,
+        (wire.Rank(2, ENCODER.epoch),),
+        (wire.Rank(1, SCHEDULER.epoch),),
+        (
+            wire.Item("image", (1, 32, 32), 256, CONTENT, None),
+            wire.Item("image", (1, 2, 2), 1, CONTENT, INLINE),
+        ),
+        31_536_000_000_000_000,
+        (1,),
+    ),
     "embeddings": wire.Embeddings(
         REQUEST,
         0,
@@ -111,7 +129,8 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.Embedding(0, 256, (wire.Output("last", SHARED), wire.Output("deepstack_0", INLINE))),),
         (MARK,),
     ),
-    "done": wire.Done(REQUEST, 0, SCHEDULER, 128, (b"", b"\xbe\xef"), (MARK,)),
+    "done": wire.Done(REQUEST, 0, TOKENIZER.epoch, SCHEDULER, 128, (b"", b"\xbe\xef"), (MARK,)),
+    "collected": wire.Collected(REQUEST, 0, TOKENIZER.epoch, SCHEDULER),
 }
 
 #: Bytes that every implementation must refuse, and why.

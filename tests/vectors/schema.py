@@ -19,6 +19,7 @@ INTEGERS = {
     (0, (1 << 40) - 1): "count",
     (1, (1 << 63) - 1): "nonce",
     (0, (1 << 63) - 1): "natural",
+    (0, (1 << 23) - 1): "submission",
 }
 TEXTS = {(1, 64): "name", (1, 512): "address", (0, 4096): "text"}
 

@@ -1,0 +1,231 @@
+"""A process that dies under load is started again, what it had is sent again, and every request ends in one result."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tensorferry.codecs import messages as wire
+from tensorferry.pipeline.client import Client, Outcome
+from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.stages.assignment import assign
+
+PROGRAMS = Path(__file__).parent / "programs"
+START_S = 60.0
+PATIENCE_S = 40.0
+ROWS_GATED, ROWS_LETHAL = 11, 17  #: of an item that the odd adapter waits at, or dies of
+
+pytestmark = pytest.mark.timeout(120)
+
+DEPLOYMENT = """
+name: healing-test
+transport: {transport}
+runtime_dir: {folder}/run
+model: {{adapter: "odd_adapter:Odd", options: {{gate: {folder}/gate}}}}
+tokenizer: {{workers: {tokenizers}, threads: 1}}
+encoder: {{ranks: {encoders}, batch_patches: 0}}
+scheduler: {{groups: {groups}, batch_tokens: {batch_tokens}, options: {{digests: true, service_ms: {service_ms}}}}}
+pool: {{budget_mb: 16, inline_below_kb: 0}}
+embeddings_pool: {{budget_mb: 16, inline_below_kb: 0}}
+timeouts: {{heartbeat_s: 0.1, quarantine_s: {quarantine_s}}}
+telemetry: {{log_level: error, log_format: json}}
+"""
+
+
+@dataclass
+class Running:
+    """A deployment, with a client."""
+
+    deployment: Deployment
+    supervisor: Supervisor
+    client: Client
+    gate: Path
+
+    def submit(self, request: bytes | None = None, rows: int = 4) -> asyncio.Future[Outcome]:
+        return self.client.submit_nowait([image(rows)], request=request, deadline_s=PATIENCE_S)
+
+    async def stop(self, stage: str, rank: int) -> None:
+        pid = self.supervisor.processes[stage, rank]
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+    def kill(self, stage: str, rank: int) -> int:
+        pid = self.supervisor.processes[stage, rank]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    async def lives_again(self, stage: str, rank: int, pid: int) -> None:
+        """Until a next life is ready, for the tokenizers too."""
+        await eventually(lambda: self.supervisor.processes[stage, rank] != pid)
+        await eventually(lambda: self.supervisor.is_ready(stage, rank))
+        await self.all_live()
+
+    async def all_live(self) -> None:
+        await self._says(lambda members: {member.state for member in members} == {"ready"})
+
+    async def gives_all_back(self) -> None:
+        """Until no pool has lent anything."""
+        await self._says(
+            lambda members: (
+                not any(gauge.value for member in members for gauge in member.gauges if gauge.name == "pool_lent_slots")
+            )
+        )
+
+    async def _says(self, condition: Callable[[list[wire.Member]], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition(await self.client.refresh(PATIENCE_S)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS), prepend=os.pathsep)
+
+    @asynccontextmanager
+    async def running(**settings: object) -> AsyncIterator[Running]:
+        usual = dict(
+            transport="shm",
+            tokenizers=1,
+            encoders=1,
+            groups=1,
+            batch_tokens=65536,
+            service_ms=0,
+            quarantine_s=20.0,
+        )
+        file = tmp_path / "deployment.yaml"
+        file.write_text(DEPLOYMENT.format(folder=folder, **usual | settings))
+        deployment = load(file)
+        async with (
+            Supervisor.running(deployment, file) as supervisor,
+            Client.connect(deployment, timeout_s=START_S) as client,
+        ):
+            yield Running(deployment, supervisor, client, Path(folder) / "gate")
+
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        yield running
+        assert not list((Path(folder) / "run").glob("*/*")), "something is left"
+
+
+def image(rows: int) -> bytes:
+    """A picture that becomes so many rows of embeddings: 28 x 28 pixels each."""
+    pixels = np.random.default_rng(rows).integers(0, 256, (28, 28 * rows, 3), dtype=np.uint8)
+    with BytesIO() as file:
+        Image.fromarray(pixels).save(file, "PNG")
+        return file.getvalue()
+
+
+def ids(rank: int, ranks: int) -> Iterator[bytes]:
+    """Requests whose only item belongs to this encoder rank, for ever."""
+    number = 0
+    while True:
+        number += 1
+        request = number.to_bytes(16, "big")
+        if assign(request, [4], ranks) == [rank]:
+            yield request
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - what other processes do sets no event
+            await asyncio.sleep(0.005)
+
+
+async def results(futures: list[asyncio.Future[Outcome]]) -> list[wire.Result]:
+    async with asyncio.timeout(PATIENCE_S):
+        outcomes = await asyncio.gather(*futures)
+    assert not [outcome for outcome in outcomes if not isinstance(outcome, wire.Result)], outcomes
+    return [outcome for outcome in outcomes if isinstance(outcome, wire.Result)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "cpu"])
+async def test_b44_what_a_dead_encoder_owed_is_encoded_by_the_others(run: Callable[..., Any], transport: str) -> None:
+    async with run(encoders=3, transport=transport) as it:
+        its = ids(1, 3)
+        it.gate.touch()
+        owed = [it.submit(next(its), ROWS_GATED)]
+        await eventually(it.gate.with_suffix(".entered").exists)
+        owed += [it.submit(next(its)) for _ in range(20)]
+        mixed = [it.client.submit_nowait([image(4)] * 6, deadline_s=PATIENCE_S) for _ in range(5)]
+        await it.stop("encoder", 1)
+        it.gate.unlink()
+        pid = it.kill("encoder", 1)
+        done = await results(owed)
+        assert {item.rank for result in done for item in result.items} == {0, 2}
+        assert all(len(result.items) == 6 for result in await results(mixed))
+
+        await it.lives_again("encoder", 1, pid)
+        [again] = await results([it.submit(next(its))])
+        assert again.items[0].rank == 1, "it has its part of the work again"
+        await it.gives_all_back()
+
+
+async def test_b07_what_a_silent_encoder_owes_is_encoded_by_the_others(run: Callable[..., Any]) -> None:
+    """It is not dead, and comes back; what it then makes of the same items is dropped."""
+    async with run(encoders=2, quarantine_s=1.0) as it:
+        its = ids(1, 2)
+        await it.stop("encoder", 1)
+        done = await results([it.submit(next(its)) for _ in range(10)])
+        assert {item.rank for result in done for item in result.items} == {0}
+        os.kill(it.supervisor.processes["encoder", 1], signal.SIGCONT)
+        await it.gives_all_back()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+async def test_b21_a_dead_scheduler_gets_its_open_requests_again(run: Callable[..., Any], groups: int) -> None:
+    """Some are in its engine, some wait for it, and of some the embeddings are not there yet."""
+    async with run(encoders=2, groups=groups, service_ms=200, batch_tokens=60) as it:
+        asked = [it.submit() for _ in range(20)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+        pid = it.kill("scheduler", 0)
+        assert all(result.items[0].digest for result in await results(asked))
+        await it.lives_again("scheduler", 0, pid)
+        await results([it.submit()])
+        await it.gives_all_back()
+
+
+@pytest.mark.parametrize("tokenizers", [1, 2])
+async def test_b19_what_a_dead_tokenizer_owned_is_sent_again_by_the_client(
+    run: Callable[..., Any], tokenizers: int
+) -> None:
+    async with run(tokenizers=tokenizers, encoders=2, service_ms=200, batch_tokens=60, quarantine_s=2.0) as it:
+        asked = [it.submit() for _ in range(20)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+        pid = it.kill("tokenizer", 0)
+        assert all(result.items[0].digest for result in await results(asked))
+        await it.lives_again("tokenizer", 0, pid)
+        await results([it.submit() for _ in range(4)])
+        await it.gives_all_back()
+
+
+async def test_b40_a_request_that_kills_whoever_encodes_it_is_not_passed_on_for_ever(run: Callable[..., Any]) -> None:
+    async with run(encoders=2) as it:
+        it.gate.touch()
+        deadly = it.submit(rows=ROWS_LETHAL)
+        async with asyncio.timeout(PATIENCE_S):
+            outcome = await deadly
+        assert isinstance(outcome, wire.Failed)
+        assert (outcome.failure.kind, outcome.failure.retryable) == ("LethalRequest", False)
+        await it.all_live()
+        await results([it.submit() for _ in range(4)])
+
+
+async def test_while_all_are_dead_nothing_is_lost(run: Callable[..., Any]) -> None:
+    async with run(tokenizers=2, encoders=2, service_ms=200, batch_tokens=60, quarantine_s=2.0) as it:
+        asked = [it.submit() for _ in range(20)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+        for stage, rank in list(it.supervisor.processes):
+            it.kill(stage, rank)
+        await results(asked)
