@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help replay check test test-gpu bench bench-gpu protocol clean
+.PHONY: help replay check test test-gpu bench bench-gpu chaos protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -34,6 +34,9 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device; those for peers need t
 
 bench-gpu: $(STAMP)  ## hand-overs in GPU memory, measured here; PEER=DIR: beside the incumbent's, unpacked there
 	$(BIN)/python -m benchmarks.gpu_handoff $(if $(PEER),--peer $(PEER))
+
+chaos: $(STAMP)  ## random stages killed and stopped under load, for six minutes; SEED=N repeats a run
+	$(BIN)/python -m benchmarks.chaos $(if $(SEED),--seed $(SEED))
 
 protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds
 	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py

@@ -254,7 +254,7 @@ class Client:
             case wire.Result() | wire.Failed() | wire.Busy() as outcome:
                 sent = self._requests.get(outcome.request)
                 if sent is None or sent.door is not door or sent.submit.attempt != outcome.attempt:
-                    log.info("outcome_late", request=outcome.request.hex())
+                    log.debug("outcome_late", request=outcome.request.hex())
                 elif isinstance(outcome, wire.Busy) and outcome.attempt:  # it was accepted once, so it waits
                     self._put_back(sent, outcome.retry_ms)
                 else:

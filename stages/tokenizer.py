@@ -232,6 +232,7 @@ class Tokenizer:
                 if not items:
                     return self._result(request, prompt, marks)
                 self._stage.counters.count("items_sent_again", len(items))
+                marks["sent_again"] = time.monotonic_ns()
                 log.info("items_sent_again", items=items)
 
     async def _dispatch(

@@ -1,0 +1,299 @@
+"""Chaos: random stages are killed and stopped under load, and the client's ledger must balance to zero.
+
+`python -m benchmarks.chaos --seed 7` runs a deployment of its own, without a GPU. Requests with images come as fast as
+the deployment takes them; meanwhile a process is killed every few seconds, and some are stopped and let go. Every
+request must end exactly once, with the digests of its images where it ends well; afterwards every lease is back, every
+process lives, and with the deployment all of its files, sockets and processes are gone.
+
+Who is hurt, how and when follows from the seed, which is printed first. What is under way in that moment does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+import psutil
+from PIL import Image
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.tensors import View
+from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.stage import ranks_of
+from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.stages.adapters.fingerprint import fingerprint_of
+from tensorferry.stages.processors.registry import make_processor
+
+DEADLINE_S = 60.0  #: of a request
+HEAL_S = 60.0  #: for everybody to be ready again, and everything back, at the end
+PHOTOS = 16
+MOST_IMAGES = 4  #: of a request
+
+DEPLOYMENT = """
+name: chaos
+transport: {transport}
+runtime_dir: {folder}/run
+model: {{adapter: fingerprint}}
+tokenizer: {{workers: 2, threads: 1}}
+encoder: {{ranks: 3}}
+scheduler: {{groups: 2, batch_tokens: 4096, options: {{digests: true, service_ms: 5}}}}
+pool: {{budget_mb: 32, inline_below_kb: 0}}
+embeddings_pool: {{budget_mb: 32, inline_below_kb: 0}}
+timeouts: {{heartbeat_s: 0.25, quarantine_s: 3.0}}
+restarts: {{most: 1000}}
+telemetry: {{log_level: error, log_format: json}}
+"""
+
+
+class Blow(NamedTuple):
+    """What is done to one process."""
+
+    stage: str
+    rank: int
+    stop_s: float  #: how long it is stopped; 0: it is killed
+
+
+@dataclass
+class Ledger:
+    """What became of every request."""
+
+    sent: int = 0
+    ok: int = 0
+    wrong: int = 0  #: results with another digest than the image has
+    busy: int = 0  #: answers `busy`; the request is then offered again
+    failed: Counter[str] = field(default_factory=Counter)
+    early: int = 0  #: failures before the deadline
+    healed_s: list[float] = field(default_factory=list)  #: from an encoder's death to what it owed being encoded
+
+    @property
+    def lost(self) -> int:
+        return self.sent - self.ok - self.wrong - self.failed.total()
+
+
+def blows(seed: int, ranks: dict[str, int], kills: int, stops: int) -> list[Blow]:
+    """Who is hurt, in order: kills of all stages in turn, so that each kind has its part, and stops among them."""
+    rng = random.Random(seed)
+    stages = list(ranks)
+    found = [Blow(stage, rng.randrange(ranks[stage]), 0.0) for stage in (stages[n % len(stages)] for n in range(kills))]
+    for stage in rng.choices(stages, k=stops):
+        found.append(Blow(stage, rng.randrange(ranks[stage]), rng.uniform(0.2, 5.0)))
+    rng.shuffle(found)
+    return found
+
+
+class Chaos:
+    """One run over a deployment; `balance` is its verdict."""
+
+    def __init__(self, deployment: Deployment, supervisor: Supervisor, client: Client, seed: int) -> None:
+        self._deployment, self._supervisor, self._client = deployment, supervisor, client
+        self._rng = random.Random(seed + 1)
+        self._photos = [_photo(seed * PHOTOS + number) for number in range(PHOTOS)]
+        processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+        self._digests = []
+        for photo in self._photos:
+            plan = processor.plan(photo)
+            out = View.empty(plan.dtype, plan.shape)
+            processor.write(photo, plan, out)
+            self._digests.append(fingerprint_of(out.data.data, plan.dtype, plan.shape))
+        self._deaths: list[int] = []  # of encoders, CLOCK_MONOTONIC
+        self.ledger = Ledger()
+        self.killed: Counter[str] = Counter()
+        self.stopped: Counter[str] = Counter()
+
+    async def run(self, plan: Sequence[Blow], every_s: float, requests: int, at_once: int) -> None:
+        """All blows, and at least so many requests."""
+        hurting = asyncio.create_task(self._hurt(plan, every_s))
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(at_once):
+                clients.create_task(self._ask(hurting, requests))
+        await hurting
+
+    async def _hurt(self, plan: Sequence[Blow], every_s: float) -> None:
+        async with asyncio.TaskGroup() as stopping:
+            for blow in plan:
+                await asyncio.sleep(every_s)
+                pid = self._supervisor.processes[blow.stage, blow.rank]
+                if blow.stop_s:
+                    self.stopped[blow.stage] += 1
+                    stopping.create_task(_stopped(pid, blow.stop_s))
+                elif self._supervisor.is_ready(blow.stage, blow.rank):  # else it is dead, or just being born
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed[blow.stage] += 1
+                    if blow.stage == "encoder":
+                        self._deaths.append(time.monotonic_ns())
+
+    async def _ask(self, hurting: asyncio.Task[None], requests: int) -> None:
+        while self.ledger.sent < requests or not hurting.done():
+            self.ledger.sent += 1
+            await self._request()
+
+    async def _request(self) -> None:
+        ledger, chosen = self.ledger, self._rng.choices(range(PHOTOS), k=self._rng.randrange(MOST_IMAGES + 1))
+        parts: list[str | bytes] = ["chaos ", *(self._photos[number] for number in chosen)]
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            left_s = max(0.001, until - time.monotonic())
+            outcome = await self._client.submit(parts, output_tokens=1, deadline_s=left_s)
+            match outcome:
+                case wire.Busy(retry_ms=retry_ms) if left_s > retry_ms / 1000:
+                    ledger.busy += 1
+                    await asyncio.sleep(retry_ms / 1000)
+                    continue
+                case wire.Busy():
+                    ledger.failed["Busy"] += 1
+                case wire.Failed(failure=failure):
+                    ledger.failed[failure.kind] += 1
+                    ledger.early += time.monotonic() < until
+                case wire.Result(items=items):
+                    right = [item.digest for item in items] == [self._digests[number] for number in chosen]
+                    ledger.ok += right
+                    ledger.wrong += not right
+                    self._time(outcome)
+            return
+
+    def _time(self, result: wire.Result) -> None:
+        marks = {mark.step: mark.at_ns for mark in result.marks}
+        again, encoded = marks.get("sent_again"), marks.get("encoded")
+        deaths = [at for at in self._deaths if again is not None and marks["received"] < at < again]
+        if deaths and encoded is not None and encoded > deaths[-1]:
+            self.ledger.healed_s.append((encoded - deaths[-1]) / 1e9)
+
+    async def settle(self) -> list[str]:
+        """Until everybody is ready and every lease is back; what is not."""
+        wrong: list[str] = ["nobody has answered"]
+        try:
+            async with asyncio.timeout(HEAL_S):
+                while wrong:
+                    members = await self._client.refresh(HEAL_S)
+                    wrong = [f"{m.stage}-{m.rank} is {m.state}" for m in members if m.state != "ready"]
+                    wrong += [
+                        f"{m.stage}-{m.rank}: {gauge.name} is {gauge.value:g}"
+                        for m in members
+                        for gauge in m.gauges
+                        if gauge.name == "pool_lent_slots" and gauge.value
+                    ]
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            pass
+        return wrong
+
+
+async def chaos(
+    seed: int, *, requests: int, kills: int, stops: int, every_s: float, at_once: int = 16, transport: str = "shm"
+) -> dict[str, object]:
+    """Run it; the numbers, with what is wrong under `wrong`: nothing, if all is well."""
+    before = _belongings()
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        file = Path(folder) / "chaos.yaml"
+        file.write_text(DEPLOYMENT.format(folder=folder, transport=transport))
+        deployment = load(file)
+        plan = blows(seed, ranks_of(deployment), kills, stops)
+        async with Supervisor.running(deployment, file) as supervisor, Client.connect(deployment) as client:
+            run = Chaos(deployment, supervisor, client, seed)
+            started = time.monotonic()
+            await run.run(plan, every_s, requests, at_once)
+            took_s = time.monotonic() - started
+            wrong = await run.settle()
+        wrong += [f"{path.name} is left" for path in (Path(folder) / "run").rglob("*") if not path.is_dir()]
+    wrong += [f"{what} is left" for what in _belongings() - before]
+    ledger = run.ledger
+    if ledger.lost or ledger.wrong:
+        wrong.append(f"{ledger.lost} lost, {ledger.wrong} wrong")
+    if ledger.early:
+        wrong.append(f"{ledger.early} failed before their deadline: {dict(ledger.failed)}")
+    if ledger.ok < 0.995 * ledger.sent:
+        wrong.append(f"{ledger.ok} of {ledger.sent} ok; 99.5 % are needed")
+    return {
+        "seed": seed,
+        "requests": ledger.sent,
+        "ok": ledger.ok,
+        "failed": dict(ledger.failed),
+        "busy": ledger.busy,
+        "killed": dict(run.killed),
+        "stopped": dict(run.stopped),
+        "took_s": round(took_s, 1),
+        "healed": len(ledger.healed_s),
+        "healed_p50_s": _quantile(ledger.healed_s, 0.5),
+        "healed_p99_s": _quantile(ledger.healed_s, 0.99),
+        "wrong": wrong,
+    }
+
+
+async def _stopped(pid: int, for_s: float) -> None:
+    """Stop a process, which may die meanwhile, and let it go."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        await asyncio.sleep(for_s)
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(pidfd)
+
+
+def _belongings() -> Counter[str]:
+    """Children of this process and its descriptors, by what they are."""
+    found = Counter(f"process {child.pid}" for child in psutil.Process().children(recursive=True))
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[os.readlink(f"/proc/self/fd/{name}").split(":")[0]] += 1
+        except FileNotFoundError:  # the listing's own
+            continue
+    return found
+
+
+def _photo(seed: int) -> bytes:
+    rng = np.random.default_rng(seed)
+    width, height = (int(extent) for extent in rng.integers(60, 400, 2))
+    coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    with BytesIO() as file:
+        coarse.resize((width, height), Image.Resampling.BILINEAR).save(file, "JPEG", quality=90)
+        return file.getvalue()
+
+
+def _quantile(values: Sequence[float], q: float) -> float | None:
+    return round(float(np.quantile(values, q)), 3) if values else None
+
+
+@click.command()
+@click.option("--seed", type=int, help="Of a run to be repeated; random by default.")
+@click.option("--requests", default=10_000, show_default=True, help="At least so many.")
+@click.option("--kills", default=33, show_default=True)
+@click.option("--stops", default=6, show_default=True)
+@click.option("--every-s", default=10.0, show_default=True)
+@click.option("--at-once", default=16, show_default=True, help="Requests in flight.")
+@click.option("--transport", type=click.Choice(["shm", "cpu"]), default="shm", show_default=True)
+def main(seed: int | None, requests: int, kills: int, stops: int, every_s: float, at_once: int, transport: str) -> None:
+    """Hurt a deployment under load, and balance the books."""
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
+    click.echo(f"seed {seed}", err=True)
+    run = chaos(
+        seed, requests=requests, kills=kills, stops=stops, every_s=every_s, at_once=at_once, transport=transport
+    )
+    numbers = asyncio.run(run)
+    click.echo(json.dumps(numbers))
+    sys.exit(1 if numbers["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()
