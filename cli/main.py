@@ -20,6 +20,8 @@ from tensorferry.codecs.errors import ConfigError, FerryError
 COMMANDS = {
     "replay": "Replay a recorded TRACE through a deployment and report.",
     "up": "Run a whole deployment under supervision.",
+    "status": "Say who of a running deployment is ready, and who is not.",
+    "down": "Drain and stop a running deployment.",
     "start": "Run one stage process of a deployment.",
     "submit": "Send one request to a running deployment.",
     "doctor": "Say which transports would work here, and why others would not.",

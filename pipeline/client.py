@@ -73,10 +73,13 @@ class Client:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, deployment: Deployment, *, timeout_s: float = 30.0) -> AsyncIterator[Client]:
+    async def connect(
+        cls, deployment: Deployment, *, timeout_s: float = 30.0, wait: bool = True
+    ) -> AsyncIterator[Client]:
         """A client of a running deployment, once every stage of it is ready.
 
-        Raises DeploymentError, naming who is missing, after timeout_s.
+        Raises DeploymentError, naming who is missing, after timeout_s. wait=False: for a look at a deployment as it is:
+        once all tokenizers have answered, ready or not, or after timeout_s.
         """
         runtime = Runtime.of(deployment)
         if not runtime.directory.exists():
@@ -95,7 +98,11 @@ class Client:
             tasks = [asyncio.create_task(client._listen(door)) for door in doors]
             tasks.append(asyncio.create_task(client._watch()))
             try:
-                await client._wait_ready(timeout_s)
+                if wait:
+                    await client._wait_ready(timeout_s)
+                else:
+                    with suppress(TimeoutError):
+                        await client.refresh(timeout_s)
                 yield client
             finally:
                 for request in list(client._requests):
@@ -197,13 +204,13 @@ class Client:
     # --- the deployment
 
     def members(self) -> list[wire.Member]:
-        """Every process that a tokenizer has told of, each once, with the gauges it last sent."""
-        found = {
-            (member.stage, member.rank): member
-            for door in self._doors
-            if door.members is not None
-            for member in door.members.members
-        }
+        """Every process that a tokenizer has told of, each once, with the gauges it last sent; of several tellers one
+        to whom it is not ready counts."""
+        found: dict[tuple[str, int], wire.Member] = {}
+        for member in (member for door in self._doors if door.members is not None for member in door.members.members):
+            known = found.setdefault((member.stage, member.rank), member)
+            if known.state == "ready":  # else one tokenizer has said that it is not
+                found[member.stage, member.rank] = member
         return [found[key] for key in sorted(found)]
 
     async def refresh(self, timeout_s: float = 5.0) -> list[wire.Member]:

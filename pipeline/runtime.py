@@ -167,6 +167,23 @@ class Runtime:
         except (OSError, msgspec.MsgspecError):
             return None
 
+    def pidfd(self, stage: str, rank: int) -> int | None:
+        """A pidfd, the caller's to close, of whoever is this process now; None: nobody.
+
+        A process that has the lock file open is the one that the file names: its number cannot be another's by then.
+        """
+        owner = self.owner(stage, rank)
+        if owner is None:
+            return None
+        try:
+            pidfd = os.pidfd_open(owner.pid)
+        except OSError:
+            return None
+        if _has_open(owner.pid, self.lock(stage, rank)):
+            return pidfd
+        os.close(pidfd)
+        return None
+
     def _lock(self, stage: str, rank: int) -> int:
         """The descriptor of the lock file, locked, and still the one that others will find."""
         path = self.lock(stage, rank)
@@ -221,6 +238,18 @@ def _default_base(environ: Mapping[str, str]) -> Path:
     except OSError:
         return fallback
     return base if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() else fallback
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process of ours has a file open. Source: proc(5), /proc/pid/fd."""
+    with suppress(OSError):  # it has ended, or closes them just now
+        wanted = path.stat()
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                found = os.stat(f"/proc/{pid}/fd/{name}")
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    return True
+    return False
 
 
 def _is_text(path: Path) -> bool:

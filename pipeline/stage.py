@@ -68,6 +68,7 @@ class Stage:
     device: int | None  #: the GPU this process works on, wherever its pool is; None: it needs none
     in_flight: Callable[[], int] = field(default=lambda: 0)  #: set by the stage, for heartbeats
     numbers: Callable[[], Mapping[str, float]] = field(default=dict)  #: its own gauges, the same
+    busy_since: Callable[[], float | None] = field(default=lambda: None)  #: monotonic; None: it has nothing to do
 
     @property
     def epoch(self) -> int:
@@ -113,6 +114,9 @@ class Stage:
     def gauges(self) -> tuple[wire.Gauge, ...]:
         """What this process says of itself in its heartbeats."""
         numbers: dict[str, float] = {f"drafts_{how}": count for how, count in self.publisher.drafts.items()}
+        since = self.busy_since()
+        numbers["busy_s"] = 0.0 if since is None else time.monotonic() - since
+        numbers["in_flight"] = self.in_flight()
         numbers["proxies_stale"] = self.reader.stale
         numbers["peers_quarantined"] = sum(peer.state == "quarantined" for peer in self.peers)
         if self.publisher.pool is not None:

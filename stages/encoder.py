@@ -71,6 +71,8 @@ class Encoder:
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
         stage.in_flight = lambda: self._jobs.unfinished
         stage.numbers = self._numbers
+        self._busy_since: float | None = None
+        stage.busy_since = lambda: self._busy_since
 
     async def hear(self) -> None:
         """Take what peers send, for ever."""
@@ -94,7 +96,11 @@ class Encoder:
     async def encode(self) -> None:
         """Take the jobs that wait, as many as share a call, encode them, send each its embeddings; for ever."""
         while True:
-            self._jobs.done(await self._run(await self._jobs.take()))  # a rank that waits keeps no job
+            jobs = await self._jobs.take()
+            self._busy_since = time.monotonic()
+            self._jobs.done(await self._run(jobs))
+            self._busy_since = None
+            del jobs  # a rank that waits keeps none
 
     async def drain(self) -> None:
         """Take no more jobs, and finish those that are here."""

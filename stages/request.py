@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class Request:
     client: bytes
     submit: wire.Submit
     task: asyncio.Task[None]
+    since: float = field(default_factory=time.monotonic)
     sendings: int = 0  #: how often it was sent again as a whole
     losses: int = 0  #: how often somebody died, or fell silent, who had a part in it
     reported: int = 0  #: and of these, because of a failure that an encoder or scheduler said was worth it

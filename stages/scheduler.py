@@ -81,6 +81,8 @@ class Scheduler:
         self._call: asyncio.Task[Sequence[EngineResult | Exception]] | None = None
         self._over = Tombstones()
         self._collected = Tombstones()  #: all that belongs to these is here
+        self._busy_since: float | None = None
+        stage.busy_since = lambda: self._busy_since
         stage.in_flight = lambda: len(self._pending) + len(self._ready) + len(self._running)
 
     async def hear(self) -> None:
@@ -113,8 +115,9 @@ class Scheduler:
                 await self._wake.wait()
             self._running = self._batch()
             if self._running:
+                self._busy_since = time.monotonic()
                 await self._run(self._running)
-            self._running = []
+            self._running, self._busy_since = [], None
 
     async def sweep(self) -> None:
         """Drop what can never become complete, once a second, for ever."""

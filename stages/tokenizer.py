@@ -90,6 +90,7 @@ class Tokenizer:
         self._idle.set()
         self._open = self._draining = False
         stage.in_flight = lambda: len(self._requests)
+        stage.busy_since = lambda: min((request.since for request in self._requests.values()), default=None)
 
     # --- clients
 

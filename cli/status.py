@@ -1,0 +1,93 @@
+"""`tensorferry status`: who of a deployment lives, who is ready, and who is stuck; nobody is given work for it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.codecs.messages import Member
+from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.stage import ranks_of
+
+NOT_WELL = 3
+
+
+class Health(msgspec.Struct, frozen=True):
+    """What is known of one process."""
+
+    process: str
+    state: str  #: as in `Member`; `stuck`: ready, but at the same work for longer than any request may take
+    pid: int | None
+    since: str  #: UTC, ISO 8601; empty: it is not there
+    in_flight: int
+    busy_s: float  #: how long it has been at its present work
+
+
+@click.command()
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+@click.pass_context
+def command(ctx: click.Context, file: Path, settings: tuple[str, ...], as_json: bool, timeout_s: float) -> None:
+    """Say how every process of the running deployment of a file is.
+
+    Its tokenizers are asked, and tell what they and the heartbeats of the others say. A process that is ready has
+    loaded what it needs, reaches everybody downstream of it, and finishes work: `stuck` says that it does not.
+
+    Exit status: 0 all are ready, 3 some are not; 1 the deployment is not running; 2 wrong usage or deployment file.
+    """
+    deployment = load_deployment(file, settings)
+    found = health(deployment, asyncio.run(_asked(deployment, timeout_s)))
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        Console().print(_table(found))
+    ctx.exit(0 if all(process.state == "ready" for process in found) else NOT_WELL)
+
+
+async def _asked(deployment: Deployment, timeout_s: float) -> list[Member]:
+    async with Client.connect(deployment, timeout_s=timeout_s, wait=False) as client:
+        return client.members()
+
+
+def health(deployment: Deployment, members: list[Member]) -> list[Health]:
+    """Every process that the deployment should have, in order. members: those that somebody has told of."""
+    runtime = Runtime.of(deployment)
+    known = {(member.stage, member.rank): member for member in members}
+    found = []
+    for stage, ranks in ranks_of(deployment).items():
+        for rank in range(ranks):
+            member = known.get((stage, rank), Member(stage, rank, 0, "gone"))
+            gauges = {gauge.name: gauge.value for gauge in member.gauges}
+            busy_s = gauges.get("busy_s", 0.0)
+            owner = runtime.owner(stage, rank)
+            stuck = member.state == "ready" and busy_s > deployment.limits.request_timeout_s
+            found.append(
+                Health(
+                    f"{stage}-{rank}",
+                    "stuck" if stuck else member.state,
+                    owner.pid if owner else None,
+                    owner.started_at if owner else "",
+                    int(gauges.get("in_flight", 0)),
+                    round(busy_s, 3),
+                )
+            )
+    return found
+
+
+def _table(found: list[Health]) -> Table:
+    table = Table("process", "state", "pid", "since", "in flight", "busy for", box=None, padding=(0, 2, 0, 0))
+    for process in found:
+        pid = "-" if process.pid is None else str(process.pid)
+        busy = f"{process.busy_s:.1f} s" if process.busy_s else "-"
+        table.add_row(process.process, process.state, pid, process.since or "-", str(process.in_flight), busy)
+    return table

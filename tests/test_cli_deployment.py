@@ -1,0 +1,144 @@
+"""`tensorferry status` and `tensorferry down`, of a deployment that somebody else has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorferry.cli.status import health
+from tensorferry.codecs.messages import Gauge, Member
+from tensorferry.pipeline.config import load
+from tensorferry.pipeline.runtime import Runtime
+
+DEADLINE_S = 60.0
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def tensorferry(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tensorferry", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def status(file: Path, *more: object) -> tuple[int, dict[str, Any]]:
+    done = tensorferry("status", "--config", file, "--json", *more)
+    assert done.returncode in (0, 3), done.stderr
+    return done.returncode, {process["process"]: process for process in json.loads(done.stdout)}
+
+
+@pytest.fixture
+def file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(
+            f"name: elsewhere\nruntime_dir: {folder}/run\nmodel: {{adapter: fingerprint}}\nencoder: {{ranks: 2}}\n"
+            "scheduler: {options: {service_ms: 60000}}\npool: {budget_mb: 4}\nembeddings_pool: {budget_mb: 4}\n"
+            "timeouts: {heartbeat_s: 0.1, quarantine_s: 1.0, drain_s: 20.0}\ntelemetry: {log_level: error}\n",
+            encoding="utf-8",
+        )
+        yield file
+        assert not [path for path in (Path(folder) / "run").rglob("*") if not path.is_dir()]
+
+
+@pytest.fixture
+def up(file: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tensorferry", "up", "--config", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], DEADLINE_S)[0]
+            assert process.stdout.readline().startswith("elsewhere is ready")
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_status_tells_the_ready_from_the_silent_and_down_ends_them_all(
+    file: Path, up: subprocess.Popen[str], until: Callable[..., None]
+) -> None:
+    code, found = status(file)
+    assert code == 0
+    assert {name: process["state"] for name, process in found.items()} == dict.fromkeys(
+        ("tokenizer-0", "encoder-0", "encoder-1", "scheduler-0"), "ready"
+    )
+    pid = found["encoder-1"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: status(file)[1]["encoder-1"]["state"] == "quarantined", DEADLINE_S)
+    code, found = status(file)
+    assert (code, found["encoder-0"]["state"]) == (3, "ready")
+    os.kill(pid, signal.SIGCONT)
+
+    done = tensorferry("down", "--config", file)
+    assert (done.returncode, done.stdout) == (0, "elsewhere has ended\n")
+    assert up.wait(DEADLINE_S) == 0
+
+
+def test_a_silent_tokenizer_is_said_to_be_gone_and_the_wait_has_an_end(file: Path, up: subprocess.Popen[str]) -> None:
+    _, found = status(file)
+    os.kill(found["tokenizer-0"]["pid"], signal.SIGSTOP)
+    code, found = status(file, "--timeout", "0.5")
+    assert (code, found["tokenizer-0"]["state"]) == (3, "gone")
+    os.kill(found["tokenizer-0"]["pid"], signal.SIGCONT)
+
+
+def test_down_now_cancels_what_would_take_too_long(file: Path, up: subprocess.Popen[str]) -> None:
+    asked = [sys.executable, "-m", "tensorferry", "submit", "--config", str(file), "--text", "x", "--timeout", "50"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as asking:
+        try:
+            while not status(file)[1]["scheduler-0"]["busy_s"]:
+                assert asking.poll() is None
+            done = tensorferry("down", "--config", file, "--now")
+            assert (done.returncode, done.stdout) == (0, "elsewhere has ended\n")
+            assert up.wait(DEADLINE_S) == 130
+        finally:
+            asking.kill()
+
+
+def test_of_a_deployment_that_is_not_running_both_say_so(file: Path) -> None:
+    done = tensorferry("down", "--config", file)
+    assert (done.returncode, done.stdout) == (0, "elsewhere is not running\n")
+    done = tensorferry("status", "--config", file)
+    assert done.returncode == 1
+    assert "'elsewhere' is not running" in " ".join(done.stderr.split())
+
+
+def test_a_number_that_is_another_process_s_by_now_is_left_alone(file: Path) -> None:
+    """A lock file that a killed supervisor left behind names it; the number may be anybody's."""
+    runtime = Runtime.of(load(file))
+    with subprocess.Popen(["sleep", "1000"]) as bystander:
+        try:
+            runtime.prepare()
+            runtime.lock("deployment", 0).write_text(
+                json.dumps({"pid": bystander.pid, "host": "here", "started_at": "2026-01-01"})
+            )
+            assert runtime.pidfd("deployment", 0) is None
+            assert tensorferry("down", "--config", file).stdout == "elsewhere is not running\n"
+            assert bystander.poll() is None
+        finally:
+            bystander.kill()
+            runtime.sweep()
+
+
+def test_one_that_is_at_the_same_work_for_longer_than_a_request_may_take_is_stuck(file: Path) -> None:
+    deployment = load(file)
+    longest_s = deployment.limits.request_timeout_s
+
+    def state(busy_s: float) -> str:
+        members = [Member("encoder", 0, 7, "ready", (Gauge("busy_s", busy_s), Gauge("in_flight", 3.0)))]
+        found = {process.process: process for process in health(deployment, members)}
+        assert found["encoder-0"].in_flight == 3
+        assert found["encoder-1"].state == "gone", "nobody has told of it"
+        return found["encoder-0"].state
+
+    assert [state(0.0), state(longest_s), state(longest_s + 1)] == ["ready", "ready", "stuck"]
