@@ -59,6 +59,8 @@ def up(file: Path) -> Iterator[subprocess.Popen[str]]:
             assert select.select([process.stdout], [], [], DEADLINE_S)[0]
             assert process.stdout.readline().startswith("elsewhere is ready")
             yield process
+            process.terminate()
+            process.wait(DEADLINE_S)  # and so its stages, which are still removing their files otherwise
         finally:
             process.kill()
             process.communicate()
