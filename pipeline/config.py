@@ -89,6 +89,10 @@ class EmbeddingsPoolSpec(Spec, frozen=True):
 
 class LimitsSpec(Spec, frozen=True):
     in_flight_requests: Positive = 256  #: per tokenizer worker; beyond it clients hear `busy`
+    in_flight_items: Positive = 4096  #: the same, of all requests together
+    in_flight_mb: Positive = (
+        2048  #: MiB; the same: of their messages and pixel tensors. One request alone may have more
+    )
     item_pixels: Positive = 40_000_000  #: width x height of one image, from its header
     item_mb: Positive = 64  #: MiB of one encoded image
     request_mb: Positive = 512  #: MiB of one request's message, and of its pixel tensors

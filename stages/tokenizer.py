@@ -31,6 +31,7 @@ from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
 from tensorferry.stages.assignment import owners
+from tensorferry.stages.load import Load, Overload
 from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
@@ -84,6 +85,7 @@ class Tokenizer:
         self._processor, self._planner = processor, Planner(processor, text, stage.deployment.limits)
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
+        self._load = Load(self._limits)
         self._over = Tombstones()
         self._clients: set[bytes] = set()
         self._idle = asyncio.Event()
@@ -156,16 +158,16 @@ class Tokenizer:
             return
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
-        reason = ""
-        if self._draining:
-            reason = "the deployment is draining"
-        elif len(self._requests) >= self._limits.in_flight_requests:
-            reason = f"{len(self._requests)} requests in flight (limits.in_flight_requests)"
-        elif not self._able:
-            reason = "the deployment is not ready"
-        if reason:
+        try:
+            if self._draining:
+                raise Overload("the deployment is draining")
+            if not self._able:
+                raise Overload("the deployment is not ready")
+            items = sum(isinstance(part, wire.ImagePart) for part in submit.parts)
+            self._load.take((submit.request, submit.attempt), items, sum(len(frame) for frame in frames))
+        except Overload as full:
             self._stage.counters.count("requests_busy")
-            self._answer(client, wire.Busy(submit.request, submit.attempt, RETRY_MS, reason))
+            self._answer(client, wire.Busy(submit.request, submit.attempt, RETRY_MS, full.reason))
             return
         task = self._stage.tasks.create_task(self.serve(client, submit, frames), name=submit.request.hex())
         self._requests[submit.request] = Request(client, submit, task)
@@ -199,6 +201,8 @@ class Tokenizer:
             try:
                 async with asyncio.timeout(timeout_s):
                     outcome = await self._serve(request, frames, marks, deadline_ns)
+            except Overload as full:
+                outcome = wire.Busy(submit.request, submit.attempt, RETRY_MS, full.reason)
             except (FerryError, TimeoutError, asyncio.CancelledError) as problem:
                 self._stage.outlive(problem)
                 failure = self._failure(problem, timeout_s, request)
@@ -208,7 +212,9 @@ class Tokenizer:
                 log.exception("request_crashed")
                 outcome = wire.Failed(submit.request, submit.attempt, self._failure(bug, timeout_s))
             self._cancel(request, request.relieved() if isinstance(outcome, wire.Result) else request.told)
-            self._over.add(submit.request, submit.attempt)
+            self._load.give_back((submit.request, submit.attempt))
+            if not isinstance(outcome, wire.Busy):  # that may be offered again
+                self._over.add(submit.request, submit.attempt)
             if self._requests.get(submit.request) is request:
                 del self._requests[submit.request]
             if not self._requests:
@@ -221,6 +227,7 @@ class Tokenizer:
     ) -> wire.Message:
         """Send it, and again what is lost with a process that dies, until all scheduler ranks have reported."""
         prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
+        self._load.grow((request.submit.request, request.submit.attempt), sum(plan.nbytes for plan in prompt.plans))
         items = everything = list(range(len(prompt.plans)))
         while True:
             try:
@@ -506,6 +513,8 @@ class Tokenizer:
         if isinstance(outcome, wire.Result):
             self._stage.counters.count("requests_ok")
             log.info("answered", items=len(outcome.items), prompt_tokens=outcome.prompt_tokens, ms=ms)
+        elif isinstance(outcome, wire.Busy):
+            self._stage.counters.count("requests_busy")
         elif isinstance(outcome, wire.Failed):
             self._stage.counters.count("requests_failed")
             log.info("failed", kind=outcome.failure.kind, problem=outcome.failure.problem, ms=ms)
