@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 
 import structlog
@@ -24,27 +23,22 @@ from tensorferry.codecs.errors import (
     RequestError,
 )
 from tensorferry.codecs.frames import Buffer
-from tensorferry.codecs.publisher import Draft, Layout
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
-from tensorferry.stages.assignment import owners
+from tensorferry.stages.dispatch import Dispatch
 from tensorferry.stages.load import Load, Overload
-from tensorferry.stages.processors.base import BadMedia, Processor, write
+from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner, Prompt
 from tensorferry.stages.request import Life, Reported, Request
-from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
 log = structlog.get_logger()
 
-LOOK_AGAIN_S = 0.002
-GROWN_S = 0.0005  #: making a chunk takes about twice as long
 RETRY_MS = 200  #: hint to clients that were told `busy`
 RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
 MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
@@ -82,7 +76,8 @@ class Tokenizer:
         self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, text: TextEncoder
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
-        self._processor, self._planner = processor, Planner(processor, text, stage.deployment.limits)
+        self._dispatch = Dispatch(stage, threads, processor)
+        self._planner = Planner(processor, text, stage.deployment.limits)
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
@@ -128,7 +123,7 @@ class Tokenizer:
     @property
     def _able(self) -> bool:
         """Whether requests could be sent on now."""
-        return self._open and bool(self._groups()) and bool(self._stage.peers.usable("encoder"))
+        return self._open and bool(self._dispatch.groups()) and bool(self._stage.peers.usable("encoder"))
 
     async def watch_peers(self) -> None:
         """At every change among the peers, see to requests that the dead had a part in, and tell clients; for ever."""
@@ -231,7 +226,7 @@ class Tokenizer:
         items = everything = list(range(len(prompt.plans)))
         while True:
             try:
-                await self._dispatch(request, prompt, items, marks, deadline_ns)
+                await self._dispatch.send(request, prompt, items, marks, deadline_ns)
                 items = await self._owed(request)
             except (PeerBusy, PeerGone, Reported) as problem:
                 await self._start_again(request, problem)
@@ -242,26 +237,6 @@ class Tokenizer:
                 self._stage.counters.count("items_sent_again", len(items))
                 marks["sent_again"] = time.monotonic_ns()
                 log.info("items_sent_again", items=items)
-
-    async def _dispatch(
-        self, request: Request, prompt: Prompt, items: Sequence[int], marks: dict[str, int], deadline_ns: int
-    ) -> None:
-        """Process these items, and send them to whoever encodes them. Raises PeerBusy, PeerGone."""
-        while not (self._groups() and (self._stage.peers.usable("encoder") or not items)):
-            await self._stage.peers.changed()
-        layouts = {index: [(prompt.plans[index].dtype, prompt.plans[index].shape)] for index in items}
-        await self._wait_for_room(list(layouts.values()))
-        publisher = self._stage.publisher
-        with ExitStack() as leases:
-            drafts = {
-                index: leases.enter_context(publisher.draft(layout, patient=False)) for index, layout in layouts.items()
-            }
-            request.hashes |= await self._process(prompt, drafts)
-            if self._stage.device is not None:
-                await stage(lambda: self._ways(request, prompt, drafts))
-            marks["processed"] = time.monotonic_ns()
-            self._send(request, prompt, drafts, deadline_ns)
-        marks["sent"] = time.monotonic_ns()
 
     async def _owed(self, request: Request) -> list[int]:
         """Wait until all scheduler ranks have reported: then none; or until items must be encoded anew: these.
@@ -289,7 +264,7 @@ class Tokenizer:
             raise LethalRequest(request.losses, str(life.peer))
 
     def _lost_schedulers(self, request: Request) -> list[Life]:
-        return request.lost_schedulers(elsewhere=bool(self._groups()))
+        return request.lost_schedulers(elsewhere=bool(self._dispatch.groups()))
 
     def _lost_items(self, request: Request) -> list[int]:
         return request.lost_items(elsewhere=bool(self._stage.peers.usable("encoder")))
@@ -326,154 +301,6 @@ class Tokenizer:
             (*before, *first.marks, wire.Mark("answered", time.monotonic_ns())),
         )
 
-    async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
-        """Until the pool has room for all of a request, or the wait is over: with `when_full: wait`, and while an
-        elastic pool grows for it.
-
-        Nothing is held meanwhile, so requests cannot lock each other out.
-        """
-        deployment, publisher, counters = self._stage.deployment, self._stage.publisher, self._stage.counters
-        spec = deployment.pool
-        waits, elastic = spec.when_full == "wait", deployment.transport == "cuda_vmm"
-        if not (waits or elastic) or publisher.fits(layouts):
-            return
-        if elastic and publisher.growing(layouts):
-            counters.count("growth_waits")
-            until_ns = time.monotonic_ns() + spec.grow_wait_ms * 1_000_000
-            while time.monotonic_ns() < until_ns and publisher.growing(layouts):
-                await asyncio.sleep(GROWN_S)
-                if publisher.fits(layouts):
-                    return
-        if not waits:
-            return
-        counters.count("pool_waits")
-        until_ns = time.monotonic_ns() + spec.wait_ms * 1_000_000
-        # Acknowledgements are words in memory: nobody calls when one is written.
-        while time.monotonic_ns() < until_ns and not publisher.fits(layouts):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_AGAIN_S)
-
-    async def _process(self, prompt: Prompt, drafts: Mapping[int, Draft]) -> dict[int, bytes]:
-        """Decode items into their drafts, `threads` at a time; their content hashes. Raises BadItem."""
-
-        async def process(index: int, draft: Draft) -> bytes:
-            plan, media, out = prompt.plans[index], prompt.media[index], draft.views[0]
-            try:
-                return await run_to_end(self._threads, lambda: write(self._processor, media, plan, out))
-            except BadMedia as problem:
-                raise BadItem(index, str(problem)) from None
-
-        try:
-            async with asyncio.TaskGroup() as decoding:
-                tasks = {index: decoding.create_task(process(index, draft)) for index, draft in drafts.items()}
-        except* BadItem as group:
-            raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
-        return {index: task.result() for index, task in tasks.items()}
-
-    def _ways(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> list[tuple[Draft, int | None]]:
-        """Every draft with its column at the encoder rank that owns the item now."""
-        owned = self._owners(request, prompt, list(drafts), self._stage.peers.usable("encoder"))
-        return [(drafts[index], peer.column) for index, peer in owned.items()]
-
-    def _owners(
-        self, request: Request, prompt: Prompt, items: Sequence[int], encoders: Sequence[Peer]
-    ) -> dict[int, Peer]:
-        """Which of these encoder ranks owns each of these items; none where there is no rank."""
-        if not encoders:
-            return {}
-        places = owners(
-            self._stage.deployment.encoder.assignment,
-            request.submit.request,
-            [prompt.plans[index].patches for index in items],
-            [request.hashes[index] for index in items],
-            [peer.rank for peer in encoders],
-        )
-        return {index: encoders[place] for index, place in zip(items, places, strict=True)}
-
-    def _send(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
-        """Tell the schedulers, unless they know, and hand items to the encoder ranks that own them: no await in here.
-
-        Raises PeerBusy or PeerGone; what was not sent is taken back.
-        """
-        encoders = self._stage.peers.usable("encoder")
-        if drafts and not encoders:
-            raise PeerGone("encoder", "no rank is ready")
-        owned = self._owners(request, prompt, list(drafts), encoders)
-        anew = () if not request.schedulers else tuple(drafts)
-        if not request.schedulers:
-            self._admit(request, prompt, deadline_ns)
-        ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
-        group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in request.schedulers)
-        for peer in (peer for peer in encoders if peer in owned.values()):
-            frames: list[Buffer] = []
-            its = [index for index, owner in owned.items() if owner is peer]
-            payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in its}
-            items = tuple(
-                wire.Item(plan.modality, plan.grid, plan.rows, request.hashes[index], payloads.get(index))
-                for index, plan in enumerate(prompt.plans)
-            )
-            message = wire.Encode(
-                request.submit.request,
-                request.attempt,
-                peer.epoch,
-                self._stage.origin,
-                ranks,
-                group,
-                items,
-                deadline_ns,
-                anew,
-            )
-            life = Life(peer, peer.epoch)
-            request.told.append(life)
-            try:
-                peer.outbox.send_nowait(message, frames)
-            except Exception:  # whatever it was: a send is all or nothing
-                for index in its:
-                    drafts[index].retract(peer.column)
-                raise
-            for index in its:
-                request.owners[index] = life
-                request.sent[index] = drafts[index].transport, drafts[index].nbytes
-
-    def _admit(self, request: Request, prompt: Prompt, deadline_ns: int) -> None:
-        """Tell the scheduler ranks that attend to a request. Raises PeerBusy or PeerGone."""
-        lives = [Life(peer, peer.epoch) for peer in self._attention_group(request.submit.request)]
-        group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
-        token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
-        spans = tuple(wire.Span(offset, length) for offset, length in prompt.spans)
-        request.schedulers = lives
-        request.waiting = {life.peer.rank for life in lives}
-        request.collecting = set(request.waiting)
-        for life in lives:
-            request.told.append(life)
-            life.peer.outbox.send_nowait(
-                wire.Admit(
-                    request.submit.request,
-                    request.attempt,
-                    life.epoch,
-                    self._stage.origin,
-                    group,
-                    token_bytes,
-                    spans,
-                    request.submit.output_tokens,
-                    deadline_ns,
-                )
-            )
-
-    def _groups(self) -> list[list[Peer]]:
-        """The attention groups that have all of their ranks ready."""
-        spec = self._stage.deployment.scheduler
-        size = spec.attention_tp_size
-        usable = {peer.rank: peer for peer in self._stage.peers.usable("scheduler")}
-        groups = [range(first, first + size) for first in range(0, spec.groups * spec.tp_size, size)]
-        return [[usable[rank] for rank in group] for group in groups if usable.keys() >= set(group)]
-
-    def _attention_group(self, request: bytes) -> list[Peer]:
-        """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""
-        whole = self._groups()
-        if not whole:
-            raise PeerGone("scheduler", "no attention group has all of its ranks ready")
-        return whole[int.from_bytes(request[:8], "big") % len(whole)]
-
     def _cancel(self, request: Request, told: Sequence[Life]) -> None:
         """Tell these, who know of this attempt, that it is over."""
         for peer, epoch in told:
@@ -504,7 +331,7 @@ class Tokenizer:
         said += [f"{life.peer} {life.peer.quarantine}" for life in told if life.peer.state == "quarantined"]
         if not self._stage.peers.usable("encoder"):
             said.append("no encoder rank is ready")
-        if not self._groups():
+        if not self._dispatch.groups():
             said.append("no attention group has all of its scheduler ranks ready")
         return list(dict.fromkeys(said))
 

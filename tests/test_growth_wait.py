@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorferry.pipeline.config import Deployment, PoolSpec
-from tensorferry.stages.tokenizer import Tokenizer
+from tensorferry.stages.dispatch import Dispatch
 
 
 class Publisher:
@@ -31,13 +31,13 @@ class Publisher:
 async def waited(publisher: Publisher, transport: str = "cuda_vmm", **pool: Any) -> tuple[Counter[str], float]:
     """What was counted, and the seconds that it took."""
     counted: Counter[str] = Counter()
-    tokenizer = Tokenizer.__new__(Tokenizer)
+    dispatch = Dispatch.__new__(Dispatch)
     deployment = Deployment(name="a", transport=transport, pool=PoolSpec(**pool))  # type: ignore[arg-type]
     counters = SimpleNamespace(count=lambda name: counted.update([name]))
-    tokenizer._stage = SimpleNamespace(deployment=deployment, publisher=publisher, counters=counters)  # type: ignore[assignment]
+    dispatch._stage = SimpleNamespace(deployment=deployment, publisher=publisher, counters=counters)  # type: ignore[assignment]
     started = time.monotonic()
     async with asyncio.timeout(20):
-        await tokenizer._wait_for_room([[("uint8", (1,))]])
+        await dispatch._wait_for_room([[("uint8", (1,))]])
     return counted, time.monotonic() - started
 
 

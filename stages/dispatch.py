@@ -1,0 +1,200 @@
+"""A request's way out of its owner: items processed in place, tokens to schedulers, pixels to the items' encoders."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import BadItem, PeerGone
+from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.publisher import Draft, Layout
+from tensorferry.pipeline.peer import Peer
+from tensorferry.pipeline.stage import Stage
+from tensorferry.stages.assignment import owners
+from tensorferry.stages.processors.base import BadMedia, Processor, write
+from tensorferry.stages.prompt import Prompt
+from tensorferry.stages.request import Life, Request
+from tensorferry.stages.staging import stage
+from tensorferry.stages.threads import run_to_end
+
+LOOK_AGAIN_S = 0.002
+GROWN_S = 0.0005  #: making a chunk takes about twice as long
+
+
+class Dispatch:
+    """See the module. Books in the request whom it has told."""
+
+    def __init__(self, stage: Stage, threads: ThreadPoolExecutor, processor: Processor) -> None:
+        self._stage, self._threads, self._processor = stage, threads, processor
+
+    async def send(
+        self, request: Request, prompt: Prompt, items: Sequence[int], marks: dict[str, int], deadline_ns: int
+    ) -> None:
+        """Process these items, and send them to whoever encodes them. Raises PeerBusy, PeerGone."""
+        while not (self.groups() and (self._stage.peers.usable("encoder") or not items)):
+            await self._stage.peers.changed()
+        layouts = {index: [(prompt.plans[index].dtype, prompt.plans[index].shape)] for index in items}
+        await self._wait_for_room(list(layouts.values()))
+        publisher = self._stage.publisher
+        with ExitStack() as leases:
+            drafts = {
+                index: leases.enter_context(publisher.draft(layout, patient=False)) for index, layout in layouts.items()
+            }
+            request.hashes |= await self._process(prompt, drafts)
+            if self._stage.device is not None:
+                await stage(lambda: self._ways(request, prompt, drafts))
+            marks["processed"] = time.monotonic_ns()
+            self._hand_over(request, prompt, drafts, deadline_ns)
+        marks["sent"] = time.monotonic_ns()
+
+    async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
+        """Until the pool has room for all of a request, or the wait is over: with `when_full: wait`, and while an
+        elastic pool grows for it.
+
+        Nothing is held meanwhile, so requests cannot lock each other out.
+        """
+        deployment, publisher, counters = self._stage.deployment, self._stage.publisher, self._stage.counters
+        spec = deployment.pool
+        waits, elastic = spec.when_full == "wait", deployment.transport == "cuda_vmm"
+        if not (waits or elastic) or publisher.fits(layouts):
+            return
+        if elastic and publisher.growing(layouts):
+            counters.count("growth_waits")
+            until_ns = time.monotonic_ns() + spec.grow_wait_ms * 1_000_000
+            while time.monotonic_ns() < until_ns and publisher.growing(layouts):
+                await asyncio.sleep(GROWN_S)
+                if publisher.fits(layouts):
+                    return
+        if not waits:
+            return
+        counters.count("pool_waits")
+        until_ns = time.monotonic_ns() + spec.wait_ms * 1_000_000
+        # Acknowledgements are words in memory: nobody calls when one is written.
+        while time.monotonic_ns() < until_ns and not publisher.fits(layouts):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _process(self, prompt: Prompt, drafts: Mapping[int, Draft]) -> dict[int, bytes]:
+        """Decode items into their drafts, `threads` at a time; their content hashes. Raises BadItem."""
+
+        async def process(index: int, draft: Draft) -> bytes:
+            plan, media, out = prompt.plans[index], prompt.media[index], draft.views[0]
+            try:
+                return await run_to_end(self._threads, lambda: write(self._processor, media, plan, out))
+            except BadMedia as problem:
+                raise BadItem(index, str(problem)) from None
+
+        try:
+            async with asyncio.TaskGroup() as decoding:
+                tasks = {index: decoding.create_task(process(index, draft)) for index, draft in drafts.items()}
+        except* BadItem as group:
+            raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
+        return {index: task.result() for index, task in tasks.items()}
+
+    def _ways(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> list[tuple[Draft, int | None]]:
+        """Every draft with its column at the encoder rank that owns the item now."""
+        owned = self._owners(request, prompt, list(drafts), self._stage.peers.usable("encoder"))
+        return [(drafts[index], peer.column) for index, peer in owned.items()]
+
+    def _owners(
+        self, request: Request, prompt: Prompt, items: Sequence[int], encoders: Sequence[Peer]
+    ) -> dict[int, Peer]:
+        """Which of these encoder ranks owns each of these items; none where there is no rank."""
+        if not encoders:
+            return {}
+        places = owners(
+            self._stage.deployment.encoder.assignment,
+            request.submit.request,
+            [prompt.plans[index].patches for index in items],
+            [request.hashes[index] for index in items],
+            [peer.rank for peer in encoders],
+        )
+        return {index: encoders[place] for index, place in zip(items, places, strict=True)}
+
+    def _hand_over(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
+        """Tell the schedulers, unless they know, and hand items to the encoder ranks that own them: no await in here.
+
+        Raises PeerBusy or PeerGone; what was not sent is taken back.
+        """
+        encoders = self._stage.peers.usable("encoder")
+        if drafts and not encoders:
+            raise PeerGone("encoder", "no rank is ready")
+        owned = self._owners(request, prompt, list(drafts), encoders)
+        anew = () if not request.schedulers else tuple(drafts)
+        if not request.schedulers:
+            self._admit(request, prompt, deadline_ns)
+        ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
+        group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in request.schedulers)
+        for peer in (peer for peer in encoders if peer in owned.values()):
+            frames: list[Buffer] = []
+            its = [index for index, owner in owned.items() if owner is peer]
+            payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in its}
+            items = tuple(
+                wire.Item(plan.modality, plan.grid, plan.rows, request.hashes[index], payloads.get(index))
+                for index, plan in enumerate(prompt.plans)
+            )
+            message = wire.Encode(
+                request.submit.request,
+                request.attempt,
+                peer.epoch,
+                self._stage.origin,
+                ranks,
+                group,
+                items,
+                deadline_ns,
+                anew,
+            )
+            life = Life(peer, peer.epoch)
+            request.told.append(life)
+            try:
+                peer.outbox.send_nowait(message, frames)
+            except Exception:  # whatever it was: a send is all or nothing
+                for index in its:
+                    drafts[index].retract(peer.column)
+                raise
+            for index in its:
+                request.owners[index] = life
+                request.sent[index] = drafts[index].transport, drafts[index].nbytes
+
+    def _admit(self, request: Request, prompt: Prompt, deadline_ns: int) -> None:
+        """Tell the scheduler ranks that attend to a request. Raises PeerBusy or PeerGone."""
+        lives = [Life(peer, peer.epoch) for peer in self._attention_group(request.submit.request)]
+        group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
+        token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
+        spans = tuple(wire.Span(offset, length) for offset, length in prompt.spans)
+        request.schedulers = lives
+        request.waiting = {life.peer.rank for life in lives}
+        request.collecting = set(request.waiting)
+        for life in lives:
+            request.told.append(life)
+            life.peer.outbox.send_nowait(
+                wire.Admit(
+                    request.submit.request,
+                    request.attempt,
+                    life.epoch,
+                    self._stage.origin,
+                    group,
+                    token_bytes,
+                    spans,
+                    request.submit.output_tokens,
+                    deadline_ns,
+                )
+            )
+
+    def groups(self) -> list[list[Peer]]:
+        """The attention groups that have all of their ranks ready."""
+        spec = self._stage.deployment.scheduler
+        size = spec.attention_tp_size
+        usable = {peer.rank: peer for peer in self._stage.peers.usable("scheduler")}
+        groups = [range(first, first + size) for first in range(0, spec.groups * spec.tp_size, size)]
+        return [[usable[rank] for rank in group] for group in groups if usable.keys() >= set(group)]
+
+    def _attention_group(self, request: bytes) -> list[Peer]:
+        """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""
+        whole = self.groups()
+        if not whole:
+            raise PeerGone("scheduler", "no attention group has all of its ranks ready")
+        return whole[int.from_bytes(request[:8], "big") % len(whole)]
