@@ -17,11 +17,15 @@ from msgspec import Meta
 
 PROTOCOL_VERSION = 1
 MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
+MOST_TOLD = 4096  #: leases or chunks in one message about a pool
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Nanoseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: of the sender's CLOCK_MONOTONIC
 Generation = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Serial = Annotated[int, Meta(ge=1, lt=1 << 32)]  #: of a chunk; no other of its pool ever has it
+Serials = Annotated[tuple[Serial, ...], Meta(max_length=MOST_TOLD)]
+Named = Annotated[tuple[tuple[Index, Generation], ...], Meta(max_length=MOST_TOLD)]  #: leases: slot and generation
 Nonce = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]  #: random, never 0: one life of a process, or one pool
 RequestId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -156,29 +160,47 @@ class Members(Wire, frozen=True, tag=15):
     members: tuple[Member, ...]
 
 
+class Chunk(Wire, frozen=True):
+    """A chunk of an elastic pool, and where it is."""
+
+    position: Index
+    serial: Serial
+    handle: Annotated[bytes, Meta(max_length=64)] = b""  #: CUmemFabricHandle; empty: a descriptor comes by the line
+
+
 class Chunks(Wire, frozen=True, tag=16):
-    """Chunks of physical memory were mapped into an elastic pool at these byte offsets."""
+    """These chunks were mapped. Said again until `Released.taken` has them."""
 
     pool: Nonce
-    serials: tuple[Index, ...]
-    offsets: tuple[Count, ...]
-    nbytes: Count  #: of each chunk
+    to: Nonce  #: the consumer's epoch
+    chunks: Annotated[tuple[Chunk, ...], Meta(max_length=MOST_TOLD)]
 
 
 class Retired(Wire, frozen=True, tag=17):
-    """These chunks take no more leases; unmap them, then answer `Released` with slot = serial."""
+    """These chunks take no more leases: drop them. Said again until `Released.dropped` has them."""
 
     pool: Nonce
-    serials: tuple[Index, ...]
+    to: Nonce
+    chunks: Annotated[tuple[Chunk, ...], Meta(max_length=MOST_TOLD)]
 
 
 class Released(Wire, frozen=True, tag=18):
-    """Acknowledgement by message, where the consumer cannot write a control page of its own."""
+    """Acknowledgements by message, of a consumer that shares no pages with the pool. Leases: said again until
+    `Confirmed`; chunks: in answer to `Chunks` and `Retired`, each time."""
 
-    origin: Origin
     pool: Nonce
-    slot: Index
-    generation: Generation
+    consumer: Nonce  #: its epoch
+    leases: Named
+    taken: Serials = ()
+    dropped: Serials = ()  #: nothing is held of these any more
+
+
+class Confirmed(Wire, frozen=True, tag=21):
+    """These acknowledgements have come, now or before."""
+
+    pool: Nonce
+    to: Nonce
+    leases: Named
 
 
 class Drain(Wire, frozen=True, tag=19):
@@ -359,6 +381,6 @@ class Done(Wire, frozen=True, tag=43):
 
 
 Message = (
-    Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Drain | Drained
+    Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Confirmed | Drain | Drained
     | Submit | Result | Failed | Busy | Cancel | Admit | Encode | Embeddings | Done
 )  # fmt: skip

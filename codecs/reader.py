@@ -8,6 +8,7 @@ any more. Thread-safe, so that a copy thread can open and release.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,10 +30,11 @@ from tensorferry.codecs.memory.cuda_vmm import VmmImport
 from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
 from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
-from tensorferry.codecs.messages import Inline, Payload, Proxy
+from tensorferry.codecs.messages import Chunks, Confirmed, Inline, Payload, Proxy, Retired
 from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.line import Receiver
+from tensorferry.codecs.pool.mail import Letter, ReleaseMail
 from tensorferry.codecs.pool.mapping import Mapping
 from tensorferry.codecs.pool.pool import Attachment, Export, new_nonce, positions_of
 from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of, nbytes_of
@@ -53,6 +55,7 @@ class Reader:
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
         self._device, self._cache_handles = device, cache_handles
         self._pools: dict[int, _Import] = {}
+        self._mail: dict[int, ReleaseMail] = {}  #: by pool, also of those that were detached: they must be told
         self._idle: deque[_Import] = deque()  #: detached, and open no more: to be closed
         self._lock = Lock()
 
@@ -72,9 +75,16 @@ class Reader:
         """The pools whose producer has ended. What was ready in them can still be read; `detach` them when no more
         proxies of theirs can come."""
         with self._lock():
-            orphans = frozenset(pool for pool, imported in self._pools.items() if is_dead(imported.producer))
+            orphans = frozenset(pool for pool, imported in self._pools.items() if imported.is_orphan)
         self._close_idle()
         return orphans
+
+    def producer_died(self, producer: int) -> None:
+        """The producer of this epoch is proven dead: by the word of its node's supervisor, where there is no pidfd."""
+        with self._lock():
+            for imported in self._pools.values():
+                if imported.producer_epoch == producer:
+                    imported.bereaved = True
 
     def upkeep(self) -> None:
         """Map what peers' elastic pools have grown, ahead of need, and drop what they retired; once a second will do.
@@ -88,13 +98,28 @@ class Reader:
             for mapping in mappings:
                 all_of_them.callback(mapping.upkeep)
 
+    def hear(self, message: Chunks | Retired | Confirmed) -> None:
+        """What the producer of a pool says by message, however often and in whatever order."""
+        mail = self._mail.get(message.pool)
+        if mail is not None:
+            mail.hear(message)
+
+    def letters(self) -> list[Letter]:
+        """What producers are to be told by message now, for the caller to send: acknowledgements whose reads are done,
+        again until they are confirmed, and what became of chunks."""
+        now = time.monotonic()
+        letters = [mail.due(now) for mail in list(self._mail.values())]
+        return [letter for letter in letters if letter is not None]
+
     def attach(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
         """Map a peer's pool; takes over the descriptors that came with the export.
 
         Returns what `Pool.admit` needs, with descriptors (ack page, this process, for an elastic pool the line) that
-        the caller closes once they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, having
-        closed everything.
+        the caller closes once they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, NoFabric,
+        having closed everything.
         """
+        if export.mail is not None:
+            return self._attach_by_mail(export, fds)
         description = export.description
         with ExitStack() as undo, ExitStack() as received:
             for fd in fds:
@@ -129,7 +154,7 @@ class Reader:
             undo.callback(os.close, sent[1])
             producer = os.dup(fds[-1])
             undo.callback(os.close, producer)
-            imported = _Import(memory, control, acks, description.slots, producer)
+            imported = _Import(memory, control, acks, description.slots, producer, export.producer)
             if arriving is not None:
                 line = Receiver()
                 sent.append(line.descriptor)
@@ -137,12 +162,57 @@ class Reader:
                 known = imported.acknowledged
                 imported.mapping = Mapping(arriving, control, acks, line, description.chunk_nbytes, known)
                 undo.callback(imported.mapping.close)
-            with self._lock():
-                if description.pool in self._pools:
-                    raise AttachRefused(f"pool {description.pool} is attached already")
-                self._pools[description.pool] = imported
+            self._add(description.pool, imported)
             undo.pop_all()
         return Attachment(description.pool, self.consumer), sent
+
+    def _attach_by_mail(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
+        """The same of a pool that shares no pages. From another node no descriptors come, and none are returned."""
+        description, gpu, pool = export.description, export.gpu, export.description.pool
+        by_line = export.mail == "posix_fd"
+        with ExitStack() as undo, ExitStack() as received:
+            for fd in fds:
+                received.callback(os.close, fd)
+            if gpu is None or export.mail is None or description.memory != "cuda_vmm" or len(fds) not in (by_line, 1):
+                said = f"{description.memory} memory from {len(fds)} descriptors"
+                raise AttachRefused(f"cannot map pool {pool} of {said}, to acknowledge it by message")
+            sent: list[int] = []
+            producer: int | None = None
+            if fds:
+                check_pidfd(fds[0])
+                producer = os.dup(fds[0])
+                undo.callback(os.close, producer)
+                sent.append(os.pidfd_open(os.getpid()))
+                undo.callback(os.close, sent[0])
+            nbytes, chunk_nbytes = description.nbytes, description.chunk_nbytes
+            memory = VmmImport.attach(gpu, nbytes, chunk_nbytes, ordinal=self._device, kind=export.mail)
+            undo.callback(memory.close)
+            positions = positions_of(description)
+            acks = AckPage.create(description.slots, pool, self.consumer, positions)
+            undo.callback(acks.close)
+            memory.adopt(acks)
+            undo.callback(memory.disown, acks)
+            mail = ReleaseMail(pool, export.producer, self.consumer, acks, description.slots, positions)
+            line: Receiver | ReleaseMail = mail
+            if by_line:
+                line = Receiver()
+                sent.append(line.descriptor)
+                undo.callback(os.close, line.descriptor)
+            imported = _Import(memory, None, acks, description.slots, producer, export.producer)
+            imported.mail = mail
+            imported.mapping = Mapping(memory, mail, acks, line, chunk_nbytes, imported.acknowledged)
+            undo.callback(imported.mapping.close)
+            self._add(pool, imported)
+            undo.pop_all()
+        return Attachment(pool, self.consumer), sent
+
+    def _add(self, pool: int, imported: _Import) -> None:
+        with self._lock():
+            if pool in self._pools:
+                raise AttachRefused(f"pool {pool} is attached already")
+            self._pools[pool] = imported
+            if imported.mail is not None:
+                self._mail[pool] = imported.mail
 
     def _host(self, fd: int, nbytes: int) -> Memory:
         if self._device is None:
@@ -160,6 +230,8 @@ class Reader:
             if imported is None:
                 return
             imported.detached = True
+            if imported.is_orphan:
+                self._mail.pop(pool, None)
             if not imported.open:
                 self._idle.append(imported)
         self._close_idle()
@@ -319,11 +391,7 @@ class Reader:
             raise PeerGone(f"pool {proxy.pool}", "is not attached here")
         if proxy.slot >= imported.slots:
             raise BadTensor(f"slot {proxy.slot} of a pool with {imported.slots}")
-        lease = imported.control.look(proxy.slot)[0]
-        if lease != proxy.generation:
-            raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
-        if imported.acknowledged[proxy.slot] == proxy.generation:
-            raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
+        imported.check_living(proxy)
         return imported
 
 
@@ -354,15 +422,45 @@ class _Held:
 class _Import:
     """A peer's pool as it is mapped here."""
 
-    def __init__(self, memory: Memory, control: ControlPage, acks: AckPage, slots: int, producer: int) -> None:
-        """producer: its pidfd."""
+    def __init__(
+        self,
+        memory: Memory,
+        control: ControlPage | None,
+        acks: AckPage,
+        slots: int,
+        producer: int | None,
+        producer_epoch: int,
+    ) -> None:
+        """control: None of a pool that is acknowledged by message. producer: its pidfd; None: it is on another node."""
         self.memory, self.control, self.acks = memory, control, acks
-        self.slots, self.producer = slots, producer
+        self.slots, self.producer, self.producer_epoch = slots, producer, producer_epoch
         self.held: dict[tuple[int, int], _Held] = {}  #: by (slot, generation)
         self.open = 0  #: uses that have not ended
         self.detached = False
+        self.bereaved = False  #: somebody has said that the producer is dead
         self.mapping: Mapping | None = None  #: of an elastic pool
+        self.mail: ReleaseMail | None = None  #: instead of a control page
         self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
+
+    @property
+    def is_orphan(self) -> bool:
+        return self.bereaved or (self.producer is not None and is_dead(self.producer))
+
+    def check_living(self, proxy: Proxy) -> None:
+        """Raises StaleLease for a lease that is over, or was given back here.
+
+        Without a control page it is the proxy that says that the lease lives: we owe an acknowledgement for whatever we
+        were sent, and the slot cannot go on without it.
+        """
+        given_back = self.acknowledged[proxy.slot]
+        if self.control is not None:
+            lease = self.control.look(proxy.slot)[0]
+            if lease != proxy.generation:
+                raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
+        elif proxy.generation < given_back:
+            raise StaleLease(proxy.slot, proxy.generation, f"is over: generation {given_back} was acknowledged here")
+        if given_back == proxy.generation:
+            raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
 
     def check(self, proxy: Proxy) -> None:
         """Raises UnsupportedDtype or BadTensor for a proxy that lies; allocates nothing."""
@@ -381,13 +479,16 @@ class _Import:
     def is_ready(self, proxy: Proxy) -> bool:
         if self._looks_ready(proxy):
             return True
-        if not is_dead(self.producer):
+        if not self.is_orphan:
             return False
         if self._looks_ready(proxy):  # ready may have come after the look; now that it is dead its words are final
             return True
         raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
 
     def _looks_ready(self, proxy: Proxy) -> bool:
+        if self.control is None:  # it was told of when it was complete, but its chunks may come later
+            assert self.mapping is not None
+            return self.mapping.has_come(proxy, nbytes_of(dtype_of(proxy.dtype), proxy.shape))
         _, ready, poison = self.control.look(proxy.slot)
         if poison == proxy.generation:
             raise LeasePoisoned(proxy.slot, proxy.generation, "will never be valid: its producer said so")
@@ -396,10 +497,14 @@ class _Import:
     def close(self) -> None:
         await_stores(lambda: self.acks.column(self.acks.ACK) == self.acknowledged)
         with ExitStack() as undo:  # all of it, also where one of them fails
-            undo.callback(os.close, self.producer)
+            if self.producer is not None:
+                undo.callback(os.close, self.producer)
             undo.callback(self.memory.close)
-            undo.callback(self.control.close)
+            if self.control is not None:
+                undo.callback(self.control.close)
             undo.callback(self.acks.close)
             undo.callback(self.memory.disown, self.acks)
+            if self.mail is not None:
+                undo.callback(self.mail.end)
             if self.mapping is not None:
                 undo.callback(self.mapping.close)

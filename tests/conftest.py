@@ -25,6 +25,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tensorferry.codecs.memory import cuda_vmm
+from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.pool.pool import Attachment, Export, Pool
 from tensorferry.codecs.reader import Reader
 
@@ -314,6 +316,35 @@ def stub_cuda(tmp_path: Path) -> StubCuda:
     folder = tmp_path / "stub-cuda"
     folder.mkdir()
     return StubCuda(folder).plan(gpus=[{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}])
+
+
+class Stub:
+    """The stub driver, and its device in the place of torch's, in this process."""
+
+    def __init__(self, driver: Any, device: Any, environ: dict[str, str]) -> None:
+        self.driver, self.device = driver, device
+        self.environ = environ
+
+    def refuse(self, call: str, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
+        """Let a driver call of this process fail from now on."""
+        self.driver.PLAN.setdefault("fail", {})[call] = result
+
+    def allow(self) -> None:
+        self.driver.PLAN["fail"] = {}
+
+
+@pytest.fixture
+def stub(stub_cuda: StubCuda, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """Elastic pools of this process lie in the stub driver's memory; those of a peer with its `environ`, too."""
+    monkeypatch.syspath_prepend(str(TESTS / "stub_cuda"))
+    import stub_device  # type: ignore[import-not-found]
+
+    bindings = stub_cuda.beside()
+    monkeypatch.setattr(cuda_vmm, "CudaDevice", stub_device.StubDevice)
+    monkeypatch.setattr(stub_device.StubDevice, "held", None)
+    monkeypatch.setattr(cuda_vmm, "Driver", type("Loaded", (Driver,), {"load": lambda: Driver(bindings)}))
+    wanted = {name: stub_cuda.environ[name] for name in ("STUB_CUDA", "PYTHONPATH")}
+    return Stub(bindings, stub_device.StubDevice, wanted)
 
 
 # --- what a run has searched ------------------------------------------------------------------------------------

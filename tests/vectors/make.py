@@ -51,9 +51,13 @@ MESSAGES: dict[str, wire.Message] = {
         False,
         (wire.Member("encoder", 2, ENCODER.epoch, "ready"), wire.Member("scheduler", 0, 0, "waiting")),
     ),
-    "chunks": wire.Chunks(PROXY.pool, (0, 1), (0, 64 << 20), 64 << 20),
-    "retired": wire.Retired(PROXY.pool, (1,)),
-    "released": wire.Released(ENCODER, PROXY.pool, 4095, LARGEST >> 32),
+    "chunks": wire.Chunks(
+        PROXY.pool, ENCODER.epoch, (wire.Chunk(0, 1, bytes(range(64))), wire.Chunk(1, (1 << 32) - 1))
+    ),
+    "retired": wire.Retired(PROXY.pool, ENCODER.epoch, (wire.Chunk(1, 2),)),
+    "released": wire.Released(PROXY.pool, ENCODER.epoch, ((4095, LARGEST >> 32), (0, 1))),
+    "released, of chunks": wire.Released(PROXY.pool, ENCODER.epoch, (), (1,), (2, (1 << 32) - 1)),
+    "confirmed": wire.Confirmed(PROXY.pool, ENCODER.epoch, ((4095, LARGEST >> 32),)),
     "drain": wire.Drain(ENCODER),
     "drained": wire.Drained(ENCODER),
     "submit": wire.Submit(
