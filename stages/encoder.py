@@ -88,7 +88,7 @@ class Encoder:
             case wire.Cancel(request=request, attempt=attempt):
                 self._over.add(request, attempt)
             case _:
-                if not self._stage.peers.hear(message):
+                if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
 
     async def encode(self) -> None:

@@ -102,7 +102,7 @@ class Scheduler:
                 self._pending.pop((request, attempt), None)
                 self._abandon_if_over()
             case _:
-                if not self._stage.peers.hear(message):
+                if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
 
     async def run(self) -> None:

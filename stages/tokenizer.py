@@ -429,7 +429,7 @@ class Tokenizer:
                     request.failure = failed.failure
                     request.finished.set()
             case _:
-                if not self._stage.peers.hear(message):
+                if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
 
     def _owned(self, request: bytes, attempt: int) -> Request | None:

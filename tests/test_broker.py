@@ -715,14 +715,14 @@ async def admits_without_hearing(pool: Pool, line: Raw) -> None:
         (hangs_up_at_once, PeerGone, "hung up"),
         (answers_garbage, AttachRefused, "not a message of ours"),
         (declines, AttachRefused, "^because$"),
-        (exports_without_descriptors, AttachRefused, "Exported with 2 or 3 was due"),
+        (exports_without_descriptors, AttachRefused, "Exported with 1 or 2 or 3 was due"),
         (exports_another_pool, AttachRefused, "has pool"),
         (hangs_up_after_exported, PeerGone, "hung up"),
         (lies_about_the_size, AttachRefused, "were announced"),
         (has_memory_of_another_kind, AttachRefused, "cannot map pool"),
         (hangs_up_after_attached, PeerGone, "hung up"),
         (says_nothing_after_attached, PeerGone, r"no answer within 0\.3 s"),
-        (admits_without_hearing, AttachRefused, "Exported with 2 or 3 was due"),
+        (admits_without_hearing, AttachRefused, "Exported with 1 or 2 or 3 was due"),
     ],
 )
 async def test_a_misbehaving_producer_is_an_error_and_leaves_nothing(

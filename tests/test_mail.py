@@ -6,9 +6,11 @@ by a line, and a GPU can run it on one node (`tests/gpu`). The post of these tes
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar, get_args
@@ -19,12 +21,14 @@ import pytest
 
 from tensorferry.codecs.errors import AttachRefused, LeaseError, LeaseNotReady, PeerGone, StaleLease
 from tensorferry.codecs.memory.cuda_vmm import NoFabric
-from tensorferry.codecs.messages import Chunks, Confirmed, Message, Proxy, Released, Retired
+from tensorferry.codecs.messages import Chunks, Confirmed, Drain, Message, Origin, Proxy, Released, Retired
 from tensorferry.codecs.pool import mail
 from tensorferry.codecs.pool.mail import Letter
 from tensorferry.codecs.pool.pool import Attachment, Export, Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
+from tensorferry.pipeline.broker import Broker, attach
+from tensorferry.pipeline.post import Post
 
 CHUNK = 2 << 20  #: the stub's granularity
 FOREVER_S = 1000.0
@@ -551,10 +555,77 @@ def test_p3_without_a_fabric_stack_the_handshake_says_what_to_do(stub: Stub, rea
     stub.allow()
 
 
+async def test_the_broker_admits_without_pages(create: Create, reader: Reader) -> None:
+    pool = create(2)
+    admitted: list[tuple[Origin, int]] = []
+    origin = Origin("encoder", 0, reader.consumer)
+    with tempfile.TemporaryDirectory(prefix="ferry-") as folder:
+        path = f"{folder}/pool.sock"
+        async with Broker(path, pool, lambda *who: admitted.append(who)):
+            column = await attach(path, origin, pool.description.pool, reader, 20.0)
+            assert admitted == [(origin, column)]
+            proxy = publish(pool, column, some(100))
+            tell(pool, reader)
+            with reader.open(proxy) as view:
+                assert digest(view.data) == digest(some(100))
+            tell(pool, reader)
+            assert out(pool) == 0
+
+
+# --- by the stages' post ----------------------------------------------------------------------------------------
+
+
+class Peers:
+    """As much of `pipeline.peers.Peers` as the post needs: those that are there by epoch, each with a letter box."""
+
+    def __init__(self, *epochs: int) -> None:
+        self.boxes: dict[int, list[Message]] = {epoch: [] for epoch in epochs}
+
+    def living(self, epoch: int) -> int | None:
+        return epoch if epoch in self.boxes else None
+
+    def send(self, peer: int, message: Message) -> bool:
+        self.boxes[peer].append(decode(encode(message)))
+        return True
+
+
+async def test_the_post_brings_everything_to_whom_it_is_for(create: Create, reader: Reader, until: Until) -> None:
+    """One of the pool's consumers is not among the peers, and nothing is said to it."""
+    pool = create(2)
+    there, here = Peers(reader.consumer), Peers(pool.producer)
+    with Reader() as stranger:
+        column, _ = connect(pool, reader), connect(pool, stranger)
+        producer, consumer = Post(pool, stranger, there), Post(None, reader, here)  # type: ignore[arg-type]
+        proxy = publish(pool, column, some(100))
+
+        def bring(condition: Callable[[], bool]) -> bool:
+            for boxes, to in ((there.boxes, consumer), (here.boxes, producer)):
+                for box in boxes.values():
+                    while box:
+                        assert to.hear(box.pop())
+            return condition()
+
+        async def brought(condition: Callable[[], bool]) -> None:
+            while not bring(condition):  # noqa: ASYNC110  (nobody calls when a word is stored)
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(20.0):
+            carrying = [asyncio.create_task(post.carry(lambda: True)) for post in (producer, consumer)]
+            await brought(lambda: reader.is_ready(proxy))
+            reader.acknowledge(proxy)
+            await brought(lambda: out(pool) == 0)
+            await brought(lambda: not reader._mail[proxy.pool].expects)
+            for task in carrying:
+                task.cancel()
+            await asyncio.gather(*carrying, return_exceptions=True)
+        assert not producer.hear(Drain(Origin("encoder", 0, 1)))
+        assert consumer.hear(Released(proxy.pool, reader.consumer, ())), "it has no pool: passed over"
+
+
 # --- everything at once -----------------------------------------------------------------------------------------
 
 
-class Post:
+class UnreliablePost:
     """Brings messages: some never, some twice, and none in order."""
 
     def __init__(self, chance: random.Random) -> None:
@@ -581,7 +652,7 @@ def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
     create: Create, until: Until, seed: int, stub: Stub
 ) -> None:
     chance = random.Random(seed)
-    post = Post(chance)
+    post = UnreliablePost(chance)
     pool = create(4, slots=3)
     growing = pool._growth
     assert growing is not None

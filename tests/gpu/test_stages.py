@@ -40,7 +40,7 @@ tokenizer: {{workers: {tokenizers}, threads: 2, devices: {tokenizer_devices}}}
 encoder: {{ranks: {encoders}, devices: {encoder_devices}}}
 scheduler:
   {{tp_size: {tp_size}, attention_tp_size: {tp_size}, devices: {scheduler_devices}, options: {{digests: true}}}}
-pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}, chunk_mb: 8, idle_s: 0.5}}
+pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}, chunk_mb: 8, idle_s: 0.5, acknowledge: {acknowledge}}}
 embeddings_pool: {{budget_mb: 32}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: 20.0, start_s: 90}}
 telemetry: {{log_level: warning, log_format: json}}
@@ -64,6 +64,7 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., tuple[Deployment, Path]]]:
                 tp_size=1,
                 budget_mb=256,
                 handle_cache="true",
+                acknowledge="words",
             )
             file = tmp_path / "deployment.yaml"
             file.write_text(DEPLOYMENT.format(**(values | settings)))
@@ -179,8 +180,10 @@ def test_equal_pixels_have_equal_hashes_and_tensors_on_the_gpu(torch: Any) -> No
         (64, {"handle_cache": "false"}),
         (256, {"transport": "cuda_vmm", "tokenizers": 2, "encoders": 2}),
         (6, {"transport": "cuda_vmm", "tp_size": 2}),
+        (256, {"transport": "cuda_vmm", "acknowledge": "messages", "tokenizers": 2, "encoders": 2}),
+        (6, {"transport": "cuda_vmm", "acknowledge": "messages", "tp_size": 2}),
     ],
-    ids=["pool", "half-inline", "no-handle-cache", "elastic", "elastic-half-inline"],
+    ids=["pool", "half-inline", "no-handle-cache", "elastic", "elastic-half-inline", "mail", "mail-half-inline"],
 )
 async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     deploy: Callable[..., tuple[Deployment, Path]], budget_mb: int, settings: dict[str, object]
@@ -202,11 +205,12 @@ async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     nothing_left(deployment)
 
 
+@pytest.mark.parametrize("acknowledge", ["words", "messages"])
 async def test_an_idle_deployment_s_elastic_pools_hold_a_chunk_each(
-    deploy: Callable[..., tuple[Deployment, Path]],
+    deploy: Callable[..., tuple[Deployment, Path]], acknowledge: str
 ) -> None:
     """Gone within 5 s of idling, the consumers' mappings too."""
-    deployment, file = deploy(transport="cuda_vmm", encoders=2)
+    deployment, file = deploy(transport="cuda_vmm", encoders=2, acknowledge=acknowledge)
 
     def chunks(members: list[wire.Member]) -> float:
         names = ("pool_mapped_nbytes", "pool_retiring_nbytes")
@@ -273,11 +277,13 @@ async def test_patch_vit_encodes_on_the_gpu(deploy: Callable[..., tuple[Deployme
 
 @pytest.mark.usefixtures("hbm_comes_back")
 @pytest.mark.parametrize("victim", ["tokenizer", "encoder", "scheduler"])
-@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_vmm"])
+@pytest.mark.parametrize(
+    ("transport", "acknowledge"), [("cuda_ipc", "words"), ("cuda_vmm", "words"), ("cuda_vmm", "messages")]
+)
 async def test_r8_nothing_is_left_of_a_deployment_that_lost_a_process(
-    deploy: Callable[..., tuple[Deployment, Path]], victim: str, transport: str
+    deploy: Callable[..., tuple[Deployment, Path]], victim: str, transport: str, acknowledge: str
 ) -> None:
-    deployment, file = deploy(transport=transport)
+    deployment, file = deploy(transport=transport, acknowledge=acknowledge)
 
     async def lose_one() -> None:
         async with running(deployment, file) as (supervisor, client), asyncio.timeout(60):
