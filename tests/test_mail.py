@@ -333,6 +333,9 @@ def test_repeated_and_late_acknowledgements_change_nothing(create: Create, reade
     assert out(pool) == 0
     reader.hear(Confirmed(old.pool, old.consumer, old.leases))  # late, too
     assert messages(reader.letters()) == [new], "only its own confirmation counts"
+    reader.hear(Confirmed(new.pool, new.consumer, new.leases))
+    reader.hear(Confirmed(old.pool, old.consumer, old.leases))
+    assert reader.letters() == [], "and stays"
 
 
 def test_a_proxy_that_comes_again_is_stale(create: Create, reader: Reader) -> None:
@@ -481,6 +484,23 @@ def test_r7_a_reader_that_detaches_answers_for_what_it_had(create: Create, reade
     shrink(pool, until)
     tell(pool, reader)
     assert retiring(pool) == 0
+
+
+def test_r7_so_it_does_for_what_it_was_asked_about(create: Create, reader: Reader, until: Until) -> None:
+    pool = create(3)
+    column = connect(pool, reader)
+    tell(pool, reader)
+    proxy = publish(pool, column, some(3 * CHUNK))
+    tell(pool, reader)
+    with reader.open(proxy):
+        pass
+    tell(pool, reader)
+    shrink(pool, until)
+    tell(pool, reader)
+    assert retiring(pool) == 2, "it is asked, and has not looked yet"
+    reader.detach(proxy.pool)
+    tell(pool, reader)
+    assert retiring(pool) == 0, "without being asked again"
 
 
 def test_r8_a_consumer_elsewhere_is_dead_when_its_supervisor_says_so(stub: Stub, until: Until) -> None:
