@@ -13,6 +13,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -21,12 +22,24 @@ import pytest
 
 from tensorferry.codecs.errors import AttachRefused, LeaseError, LeaseNotReady, PeerGone, StaleLease
 from tensorferry.codecs.memory.cuda_vmm import NoFabric
-from tensorferry.codecs.messages import Chunks, Confirmed, Drain, Message, Origin, Proxy, Released, Retired
+from tensorferry.codecs.messages import (
+    Chunks,
+    Confirmed,
+    Drain,
+    Message,
+    Origin,
+    PoolDescription,
+    Proxy,
+    Released,
+    Retired,
+)
+from tensorferry.codecs.messages import Pool as PoolAnnouncement
 from tensorferry.codecs.pool import mail
 from tensorferry.codecs.pool.mail import Letter
 from tensorferry.codecs.pool.pool import Attachment, Export, Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
+from tensorferry.pipeline import stage
 from tensorferry.pipeline.broker import Broker, attach
 from tensorferry.pipeline.post import Post
 
@@ -355,6 +368,7 @@ def test_a_proxy_that_comes_again_is_stale(create: Create, reader: Reader) -> No
     assert out(pool) == 0
 
 
+@pytest.mark.usefixtures("impatient")
 def test_r4_mail_of_a_former_life_is_passed_over(create: Create, reader: Reader) -> None:
     pool = create(2)
     column = connect(pool, reader)
@@ -371,7 +385,7 @@ def test_r4_mail_of_a_former_life_is_passed_over(create: Create, reader: Reader)
     assert pool.hear(Released(released.pool + 1, reader.consumer, released.leases)) is None
     assert out(pool) == 1
     reader.hear(Confirmed(released.pool, reader.consumer + 1, released.leases))
-    assert reader._mail[released.pool].expects
+    assert [again.leases for again in messages(reader.letters())] == [released.leases], "its own is still to come"
     assert pool.hear(released) is not None
     assert out(pool) == 0
 
@@ -609,6 +623,7 @@ class Peers:
         return True
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_the_post_brings_everything_to_whom_it_is_for(create: Create, reader: Reader, until: Until) -> None:
     """One of the pool's consumers is not among the peers, and nothing is said to it."""
     pool = create(2)
@@ -634,12 +649,26 @@ async def test_the_post_brings_everything_to_whom_it_is_for(create: Create, read
             await brought(lambda: reader.is_ready(proxy))
             reader.acknowledge(proxy)
             await brought(lambda: out(pool) == 0)
-            await brought(lambda: not reader._mail[proxy.pool].expects)
+            await brought(lambda: reader.letters() == [])
             for task in carrying:
                 task.cancel()
             await asyncio.gather(*carrying, return_exceptions=True)
         assert not producer.hear(Drain(Origin("encoder", 0, 1)))
         assert consumer.hear(Released(proxy.pool, reader.consumer, ())), "it has no pool: passed over"
+
+
+async def test_p3_a_stage_ends_rather_than_read_less_than_was_chosen(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> int:
+        raise NoFabric("cuMemCreate: CUDA_ERROR_NOT_PERMITTED")
+
+    monkeypatch.setattr(stage.broker, "attach", refuse)
+    origin, description = Origin("tokenizer", 0, 5), PoolDescription(6, "cuda_vmm", CHUNK, 8, CHUNK)
+    peers: Any = SimpleNamespace(origin=origin, attached=lambda origin, refusal: None)
+    with pytest.RaisesGroup(pytest.RaisesExc(NoFabric, match="IMEX daemon")):
+        async with asyncio.TaskGroup() as tasks:
+            stage._attach(tasks, peers, reader, set(), PoolAnnouncement(origin, description, "/broker"))
 
 
 # --- everything at once -----------------------------------------------------------------------------------------

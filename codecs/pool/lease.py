@@ -96,7 +96,7 @@ class Lease:
                 if self._pool._growth is not None and column in self._pool._consumers:
                     self._pool._growth.check_sent(column, self.grant)
             self._publish()
-            if any(map(self._pool._needs_complete, columns)):
+            if self._pool.mail is not None and any(map(self._pool._needs_complete, columns)):
                 self._check_complete()
             self._pool._ledger.dispatch(self.grant, columns)
             self._told.update(columns)

@@ -188,12 +188,6 @@ class ReleaseMail:
             return Letter(self._producer, Released(self._pool, self._consumer, leases, taken, dropped))
         return None
 
-    @property
-    def expects(self) -> bool:
-        """Whether an answer to what was said is still to come."""
-        with self._lock:
-            return bool((self._landed() != self._confirmed).any())
-
     def end(self) -> None:
         """The pool is mapped here no more, and the ack page goes: everything in it has landed and is dropped."""
         with self._lock:

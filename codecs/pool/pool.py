@@ -481,8 +481,8 @@ class Pool:
     def _reclaim(self) -> int:
         if self._closed:
             return 0
-        pages = {column: consumer.page for column, consumer in self._consumers.items()}
-        acks = {column: page.words() for column, page in pages.items() if page is not None}
+        consumers = self._consumers.items()
+        acks = {column: consumer.page.words() for column, consumer in consumers if consumer.page is not None}
         ended = self._ledger.reclaim(self._control.ready_words(), acks, RECLAIM_AT_ONCE)
         if ended:
             now_ns = time.monotonic_ns()
@@ -508,8 +508,8 @@ class Pool:
             consumer.line.close()
 
     def _strike_dead(self) -> list[int]:
-        pidfds = {column: consumer.pidfd for column, consumer in self._consumers.items()}
-        dead = [column for column, pidfd in pidfds.items() if pidfd is not None and is_dead(pidfd)]
+        consumers = self._consumers.items()
+        dead = [column for column, one in consumers if one.pidfd is not None and is_dead(one.pidfd)]
         for column in dead:
             self._strike(column)
         self._struck += len(dead)
