@@ -337,6 +337,16 @@ def test_l6_but_not_twice(gpu: HandDrivenGpu, imported: CudaImport) -> None:
         imported.lend(0, 100, gpu.order())
 
 
+def test_l6_nothing_stays_mapped_after_a_copy_that_failed_without_the_cache(gpu: HandDrivenGpu) -> None:
+    imported = CudaImport(gpu, NBYTES, GpuHandle(bytes(16), os.urandom(64)), cached=False)  # type: ignore[arg-type]
+    gpu.refusals.append(CudaError("cuMemcpyAsync", "CUDA_ERROR_ILLEGAL_ADDRESS"))
+    with pytest.raises(CudaError):
+        imported.lend(0, 100, gpu.order())
+    assert gpu.calls == ["ipc_open", "copy", "ipc_close"]
+    imported.lend(0, 100, gpu.order())
+    assert gpu.calls[3:] == ["ipc_open", "copy"], "what is lent stays mapped until it is returned"
+
+
 def test_r10_a_lost_context_is_not_tried_again(gpu: HandDrivenGpu, imported: CudaImport) -> None:
     gpu.refusals.append(CudaError("cuMemcpyAsync", "CUDA_ERROR_ILLEGAL_ADDRESS"))
     with pytest.raises(CudaError) as problem:

@@ -116,16 +116,19 @@ class CudaImport(CudaMemory):
         return self._data[offset : offset + nbytes]
 
     def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
-        if not self._cached:
-            self._open()
-        for last in (False, True):
-            try:
-                super().copy_out(offset, into, order)
-                return
-            except CudaError as problem:
-                if problem.sticky or last:
-                    raise
-                self.invalidate()
+        with ExitStack() as failed:
+            if not self._cached:
+                self._open()
+                failed.callback(self._shut)  # nothing was queued: nobody will say `returned`
+            for last in (False, True):
+                try:
+                    super().copy_out(offset, into, order)
+                    break
+                except CudaError as problem:
+                    if problem.sticky or last:
+                        raise
+                    self.invalidate()
+            failed.pop_all()
 
     def returned(self, order: Order) -> None:
         """Without the cache, waits for the order's stream, and for no other."""
