@@ -13,9 +13,11 @@ import click
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
 from tensorferry.pipeline.replay.progress import preparing, replaying
@@ -25,7 +27,8 @@ from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.session import Session
 from tensorferry.pipeline.replay.summary import Setup, drops_of, summarise
 from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.pipeline.replay.trace import load
+from tensorferry.pipeline.replay.window import Moment, Window
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import configure
 from tensorferry.stages.processors.base import BadMedia, Processor
@@ -43,7 +46,7 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
 
 
 @click.command()
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@trace_argument
 @click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
 @set_option
 @click.option(
@@ -55,9 +58,13 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
     help="2: twice as fast as recorded; max: as fast as the deployment takes it.",
 )
 @click.option("--concurrency", type=click.IntRange(min=1), help="At most so many in flight; the rest wait, and count.")
+@reading_options
+@window_options
 @click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
+@click.option(
+    "--failures", type=click.Choice(["keep", "drop"]), default="keep", help="Requests recorded without output."
+)
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is invented.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for summary.json, results.jsonl.")
 @click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
 @click.pass_context
@@ -68,9 +75,14 @@ def command(
     settings: tuple[str, ...],
     speed: Speed,
     concurrency: int | None,
-    limit: int | None,
-    images: Path | None,
+    rate: float | None,
+    keys: Keys | None,
     seed: int,
+    start: Moment | None,
+    end: Moment | None,
+    limit: int | None,
+    failures: str,
+    images: Path | None,
     out: Path | None,
     attach: bool,
 ) -> None:
@@ -90,7 +102,8 @@ def command(
         deployment, settings = load_to_run(file, settings)
     if out is not None:
         _make_folder(out)
-    recorded = read_trace(trace, limit=limit)
+    recording = opened(trace, rate, keys, seed, scheduled=speed.ratio is not None)
+    recorded = load(recording, window=Window(start, end), limit=limit, failures=failures == "keep")
     text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
     tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
     sizer = Sizer(make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits))

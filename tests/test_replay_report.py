@@ -225,6 +225,7 @@ def test_a_result_row_says_when_and_how() -> None:
     first = next(results(replay.outcomes, drops_of(trace, preparation, replay), replay.start_ns))
     assert first == {
         "line": 3,
+        "turn": 0,
         "id": "r3",
         "status": "ok",
         "reason": "",

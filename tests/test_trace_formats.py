@@ -281,6 +281,14 @@ def test_counts_may_be_written_as_floats(write: Write) -> None:
         ('{"at_ms": 1, "images": [{"url": "a"}], "output_tokens": 1}', "unknown_key"),
         ('{"at_ms": 1, "images": [{"path": "http://a/b.jpg"}], "output_tokens": 1}', "bad_value"),
         ('{"at_ms": 1, "images": [{"path": "data:image/png;base64,AA"}], "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "images": [{"data": "not base64"}], "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "parts": ["a"], "text": "b", "output_tokens": 1}', "conflict"),
+        ('{"at_ms": 1, "parts": ["a"], "images": 1, "output_tokens": 1}', "conflict"),
+        ('{"at_ms": 1, "parts": "a", "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "parts": [], "output_tokens": 1}', "empty"),
+        ('{"at_ms": 1, "text_tokens": 5, "blocks": [1], "output_tokens": 1}', "missing"),
+        ('{"at_ms": 1, "text_tokens": 5, "continues": 1, "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "text_tokens": 5, "think_ms": -1, "output_tokens": 1}', "negative"),
         ('{"at_ms": 1, "images": ["a.jpg"], "output_tokens": 1}', "bad_value"),
         ('{"at_ms": 1, "images": "a.jpg", "output_tokens": 1}', "not_a_number"),
         ('{"at_ms": 1, "id": [1], "text_tokens": 5, "output_tokens": 1}', "bad_value"),
@@ -362,18 +370,9 @@ def test_a_missing_or_doubled_column_is_named(write: Write) -> None:
 @pytest.mark.parametrize(
     ("first_line", "told"),
     [
-        ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", "BurstGPT"),
-        ("arrived_at,num_prefill_tokens,num_decode_tokens", "Vidur"),
         ("600,0.935,0.7622347122530804,Weibull,1.3303845222743667,1.1677856341320065", "ServeGen's statistics"),
-        ('{"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.1, "input_length": 5, "output_length": 1}', "Bailian"),
-        ('{"timestamp": "3", "input_length": 5, "output_length": 1, "hash_ids": {"a": [1]}}', "RAGPulse"),
-        ('{"captureData": {}}', "SageMaker"),
-        ('{"timestamp": 5, "event": {"schema": "dynamo.request.trace.v1"}}', "Dynamo"),
-        ('{"custom_id": "a", "body": {}}', "OpenAI batch"),
-        ('{"session_id": "a", "turns": []}', "AIPerf multi_turn"),
-        ('{"timestamp": 5, "text": "a", "image": "b"}', "AIPerf single_turn"),
-        ('{"prompt": "a", "image_files": []}', "vLLM"),
-        ('{"timestamp": 5, "text_input": "a", "output_length": 1}', "AIPerf mooncake_trace"),
+        ('{ "trace_id": "a", "spans": [', "OpenTelemetry"),
+        ('{ "data": [ { "payloads": [', "inputs.json"),
         ('[{"at_ms": 1}]', "JSON array"),
         ('{"a": 1}', "keys a"),
         ("{", "none of the first 2 lines"),
@@ -392,7 +391,9 @@ def test_nothing_to_read(write: Write, tmp_path: Path) -> None:
     assert "empty" in refusal(write("", "  "))
     assert "without a single row" in refusal(write(HEADER))
     assert "No such file" in refusal(tmp_path / "absent")
-    assert "not a regular file" in refusal(tmp_path)
+    assert "not a regular file" in refusal(Path("/dev/null"))
+    (tmp_path / "nothing").mkdir()
+    assert "without a single file" in refusal(tmp_path / "nothing")
 
 
 # --- times ---------------------------------------------------------------------------------------------------

@@ -20,11 +20,12 @@ import numpy.typing as npt
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.pipeline.replay.photos import Photo, PhotoError, names
+from tensorferry.pipeline.replay.recording import NAMED_PER_REASON
 from tensorferry.pipeline.replay.request import MAX_PIXELS, Drop, Image, Request
 from tensorferry.pipeline.replay.seeds import choose
 from tensorferry.pipeline.replay.sizes import SizeModel
 from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import NAMED_PER_REASON, Trace
+from tensorferry.pipeline.replay.trace import Trace
 
 #: Pixels of different invented images: about two seconds of two cores. Above it fewer photos share the work,
 #: down to one for each size; sizes are never changed.
@@ -65,7 +66,7 @@ class Invented(msgspec.Struct):
     """What the trace did not say and the replay made up; the report prints it."""
 
     photos: list[str]
-    images_recorded: int = 0  #: bytes from files the trace names
+    images_recorded: int = 0  #: bytes in the trace, or from files it names
     images_of_given_size: int = 0  #: size recorded, picture invented
     images_of_given_tokens: int = 0  #: tokens recorded, size chosen to match, picture invented
     images_off_their_tokens: int = 0  #: of those, how many the processor cannot match exactly
@@ -73,6 +74,7 @@ class Invented(msgspec.Struct):
     different_images: int = 0  #: different contents among all of the above
     encoded_nbytes: int = 0  #: of those different images together
     prompts: int = 0  #: requests whose token ids are invented (their number was recorded)
+    answers: int = 0  #: requests before which the answers of earlier turns stand, whose token ids are invented
     prompts_without_text: int = 0  #: images took all of the recorded context, so no tokens are left for text
 
 
@@ -83,12 +85,24 @@ class Prepared(msgspec.Struct, frozen=True):
     images: tuple[bytes, ...]
     text_tokens: int  #: to invent; 0 where there is none, or where `request.text` is sent
     ids: npt.NDArray[np.int32] | None
+    before: tuple[Prepared, ...] = ()  #: the turns whose prompts and answers stand in front of it, oldest first
 
     def parts(self, tokens: TokenSource) -> list[Part]:
-        """Images in their order, then the text."""
-        parts: list[Part] = list(self.images)
-        if self.request.text is not None:
-            parts.append(self.request.text)
+        """What is sent: the conversation so far, then its own words and images as they follow each other."""
+        parts: list[Part] = []
+        for earlier in self.before:
+            parts += earlier._own(tokens)
+            if earlier.request.output_tokens:
+                parts.append(tokens.answer(earlier.request))
+        return parts + self._own(tokens)
+
+    def _own(self, tokens: TokenSource) -> list[Part]:
+        request = self.request
+        parts: list[Part] = [part if isinstance(part, str) else self.images[part] for part in request.layout]
+        if not request.layout:
+            parts += self.images
+        if request.text is not None:
+            parts.append(request.text)
         elif self.ids is not None:
             parts.append(self.ids)
         elif self.text_tokens:
@@ -102,7 +116,7 @@ class Preparation(msgspec.Struct, frozen=True):
     invented: Invented
 
 
-Key = tuple[int, int, int] | Path  #: photo, width, height; or a file
+Key = tuple[int, int, int] | Path | bytes  #: photo, width, height; or a file; or the bytes themselves
 
 
 def prepare(
@@ -128,8 +142,9 @@ def prepare(
     drops, named = [], Counter[str]()
     requests: list[Prepared] = []
     held = 0
+    conversations: dict[str, list[Prepared]] = {}
     for request, keys in zip(trace.requests, choices.keys, strict=True):
-        problem = choices.problems.get(request.line) or next(
+        problem = choices.problems.get(request.place) or next(
             (("missing_image", made) for made in map(contents.__getitem__, keys) if isinstance(made, str)), None
         )
         if problem:
@@ -140,12 +155,18 @@ def prepare(
         images = tuple(made for made in map(contents.__getitem__, keys) if isinstance(made, bytes))
         count = request.text_tokens or 0
         if request.context_tokens is not None:
-            count = max(0, request.context_tokens - choices.rows[request.line])
+            count = max(0, request.context_tokens - choices.rows[request.place])
             invented.prompts_without_text += not count
         invented.prompts += count > 0
         held += count
         ids = tokens.ids(request, count) if count and held <= HELD_TOKENS else None
-        requests.append(Prepared(request, images, count, ids))
+        before: tuple[Prepared, ...] = ()
+        if request.session and request.continues:
+            conversation = conversations.setdefault(request.session, [])
+            before = tuple(conversation)
+            conversation.append(Prepared(request, images, count, ids))
+            invented.answers += bool(before)
+        requests.append(Prepared(request, images, count, ids, before))
     return Preparation(requests, drops, invented)
 
 
@@ -154,8 +175,8 @@ class _Choices:
 
     def __init__(self, invented: Invented) -> None:
         self.keys: list[tuple[Key, ...]] = []
-        self.rows: dict[int, int] = {}  #: by line: placeholder tokens, where the text gets what they leave
-        self.problems: dict[int, tuple[str, str]] = {}  #: by line
+        self.rows: dict[int | str, int] = {}  #: by place: placeholder tokens, where the text gets what they leave
+        self.problems: dict[int | str, tuple[str, str]] = {}  #: by place
         self.invented = invented
 
     def wanted(self) -> list[Key]:
@@ -183,7 +204,7 @@ def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, see
 def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, variants: int) -> _Choices:
     invented = Invented(names(photos))
     choices, sizes = _Choices(invented), SizeModel(seed)
-    folder = trace.path.resolve().parent
+    folder = trace.folder or trace.path.resolve().parent
     by_tokens: dict[tuple[int, int], tuple[int, int]] = {}
     by_size: dict[tuple[int, int], int] = {}
 
@@ -192,12 +213,12 @@ def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed:
             by_size[size] = sizer.rows_for(*size)
         return by_size[size]
 
-    def choose_image(line: int, index: int, image: Image) -> Key:
+    def choose_image(place: int | str, index: int, image: Image) -> Key:
         """What to send for it."""
-        if image.path:
+        if image.recorded:
             invented.images_recorded += 1
-            return folder / image.path
-        variant = choose(seed, "photo", line, index) % variants
+            return image.data or folder / image.path
+        variant = choose(seed, "photo", place, index) % variants
         if image.tokens:
             invented.images_of_given_tokens += 1
             photo = (choose(seed, "variant", image.tokens) + variant) % len(photos)
@@ -213,19 +234,19 @@ def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed:
             size = image.width, image.height
         else:
             invented.images_of_modelled_size += 1
-            size = sizes.draw(line, index)
+            size = sizes.draw(place, index)
         return (choose(seed, "variant", *size) + variant) % len(photos), *size
 
     for request in trace.requests:
         keys: list[Key] = []
         try:
             for index, image in enumerate(request.images):
-                keys.append(choose_image(request.line, index, image))
+                keys.append(choose_image(request.place, index, image))
             if request.context_tokens is not None:
-                choices.rows[request.line] = sum(rows_for(key[1:]) for key in keys if isinstance(key, tuple))
+                choices.rows[request.place] = sum(rows_for(key[1:]) for key in keys if isinstance(key, tuple))
         except UnusableSize as problem:
             keys = []
-            choices.problems[request.line] = ("image_size", problem.problem)
+            choices.problems[request.place] = ("image_size", problem.problem)
         choices.keys.append(tuple(keys))
     return choices
 
@@ -235,6 +256,8 @@ def _make(wanted: Sequence[Key], photos: Sequence[Photo], progress: Progress) ->
     interpreter lock, so threads are enough to use every core."""
 
     def make(key: Key) -> bytes | str:
+        if isinstance(key, bytes):
+            return key
         if isinstance(key, Path):
             return _read(key)
         photo, width, height = key

@@ -46,6 +46,7 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
         request = outcome.request.request
         yield {
             "line": request.line,
+            "turn": request.turn,
             "id": request.id,
             "status": outcome.status,
             "reason": outcome.reason,
@@ -121,6 +122,10 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
     notes = [f"{count} {name.replace('_', ' ')}" for name, count in s.trace.notes.items()]
     if s.trace.inversions:
         notes.append(f"{s.trace.inversions} rows out of order, sorted")
+    if s.trace.outside:
+        notes.append(f"{s.trace.outside} rows outside --start and --end")
+    if s.trace.drawn:
+        notes.append("drawn from statistics, not recorded")
     yield "trace", f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
     speed = "as fast as possible" if s.run.speed == "max" else f"speed {s.run.speed}"
     ceiling = "no ceiling" if s.run.concurrency is None else f"at most {s.run.concurrency} in flight"
@@ -159,6 +164,7 @@ def _invented(i: Invented) -> str:
         (i.images_off_their_tokens, "of them with another number of tokens than recorded"),
         (i.images_of_given_size, "images: picture, of the recorded size"),
         (i.prompts, "prompts: token ids (the trace has only their number)"),
+        (i.answers, "prompts: the answers of the turns before, as token ids"),
         (i.prompts_without_text, "prompts: no text, as the images take all of the recorded tokens"),
     ]
     lines = [f"{count} {what}" for count, what in said if count]
@@ -204,6 +210,8 @@ def _warnings(s: Summary) -> Iterator[str]:
             f"degraded: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
             "this is not the load that was recorded"
         )
+    if s.trace.glued:
+        yield "the trace looks like recordings one after the other, each from its own start; sorted, they overlap"
     if s.run.interrupted:
         yield "interrupted: sending stopped before the end of the trace"
     if s.run.error:

@@ -162,7 +162,7 @@ class Replay:
 
     def _send(self, client: Submitter, due_ns: Sequence[int], index: int, delayed: bool) -> None:
         prepared = self._requests[index]
-        request = self._request_id(prepared.request.line)
+        request = self._request_id(prepared.request.place)
         parts = prepared.parts(self._tokens)
         sent_ns = self._clock.now_ns() - self.start_ns
         unscheduled = self._speed.ratio is None
@@ -243,9 +243,10 @@ class Replay:
                 client.cancel(request)
                 self._give_up(request, "no_answer", f"no outcome {self._deadline_s + GRACE_S:g} s after it was sent")
 
-    def _request_id(self, line: int) -> bytes:
-        """Of the run and the line: two replays of a trace to fresh deployments assign items to ranks alike."""
-        return blake2b(b"%d" % line, digest_size=16, key=self._run_id[:64]).digest()
+    def _request_id(self, place: int | str) -> bytes:
+        """Of the run and the place in the file: two replays of a trace to fresh deployments assign items to ranks
+        alike."""
+        return blake2b(str(place).encode(), digest_size=16, key=self._run_id[:64]).digest()
 
 
 @contextmanager

@@ -46,9 +46,9 @@ class SizeModel:
         self._aspects = [math.sqrt(width / height) for width, height in ASPECTS]
         self._bounds = list(accumulate(ASPECTS.values()))
 
-    def draw(self, line: int, index: int) -> tuple[int, int]:
-        """The size of image `index` of the row at `line`."""
-        number = choose(self._seed, "size", line, index)
+    def draw(self, place: int | str, index: int) -> tuple[int, int]:
+        """The size of image `index` of the request at `place`."""
+        number = choose(self._seed, "size", place, index)
         side = self._sides[number % SIDES]
         aspect = self._aspects[bisect(self._bounds, (number >> 16) % self._bounds[-1])]
         longer, shorter = round(side * aspect), round(side / aspect)

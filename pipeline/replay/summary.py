@@ -37,6 +37,9 @@ class TraceSummary(msgspec.Struct, frozen=True):
     span_s: float  #: recorded, from the first request to the last
     inversions: int
     notes: dict[str, int]
+    outside: int  #: good rows before --start, or from --end on; not among those read
+    glued: bool  #: it looks like recordings one after the other, each from its own start
+    drawn: bool  #: drawn from statistics, not recorded
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -185,6 +188,9 @@ def summarise(
             trace.span_ns / NS,
             trace.inversions,
             trace.notes,
+            trace.outside,
+            trace.glued,
+            trace.drawn,
         ),
         run=RunSummary(
             deployment=setup.deployment,
