@@ -26,7 +26,9 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
     return callback
 
 
-trace_argument = click.argument("trace", type=click.Path(exists=True, path_type=Path))
+def trace_argument(command: _Command) -> _Command:
+    """TRACE: a file, or a folder that is one trace."""
+    return click.argument("trace", type=click.Path(exists=True, path_type=Path))(command)
 
 
 def reading_options(command: _Command) -> _Command:

@@ -24,6 +24,7 @@ from tensorferry.pipeline.replay.formats.sniff import HEAD_LINES, Maker, recogni
 from tensorferry.pipeline.replay.request import BrokenRow, Drop, Request
 from tensorferry.pipeline.replay.source import Source
 from tensorferry.pipeline.replay.values import NS, wall_text
+from tensorferry.pipeline.replay.window import Window
 
 #: Of each reason, how many dropped rows keep their sentence; a file may have a million of them.
 NAMED_PER_REASON = 5
@@ -42,6 +43,7 @@ class Tally(msgspec.Struct):
     largest_fall_ns: int = 0  #: by how much, at most
     first_ns: int = 0  #: the earliest
     last_ns: int = 0  #: the latest
+    linked: int = 0  #: requests that name the one they follow
     dropped: Counter[str] = msgspec.field(default_factory=Counter)  #: by reason
     named: list[Drop] = msgspec.field(default_factory=list)  #: the first few of each reason
     notes: Counter[str] = msgspec.field(default_factory=Counter)  #: kept as they are and worth knowing
@@ -83,6 +85,7 @@ class Recording:
                 self._make = recognise(str(path), list(islice(rows, HEAD_LINES)))
         form = self._make()
         self.name, self.wall, self.timed = form.name, form.wall, form.timed
+        self.header = self._line(form.first_line - 1) if form.first_line > 1 else b""  #: of a CSV file
         if rate is not None and form.timed:
             raise TraceError(str(path), None, f"a {form.name} trace has times of its own, so it takes no rate")
         self._every_ns = None if rate is None else NS / rate
@@ -119,6 +122,29 @@ class Recording:
         for _, request in self._pass(self._make(), tally, dropped, limit):
             yield request
 
+    def lines(self, tally: Tally) -> Generator[tuple[bytes, list[Request]]]:
+        """Each line that says at least one request, without its end, and those. To be closed."""
+        form = self._make()
+        assert not isinstance(form, Clients)
+        here: list[Request] = []
+        with self._source.seekable() as lines:
+            last: int | None = None
+            for offset, request in self._pass(form, tally, lambda drop: None, None):
+                if last is not None and offset != last:
+                    yield lines.at(last).rstrip(b"\r\n"), here
+                    here = []
+                last = offset
+                here.append(request)
+            if last is not None:
+                yield lines.at(last).rstrip(b"\r\n"), here
+
+    def bounds_ns(self, window: Window, first_ns: int) -> tuple[int | None, int | None]:
+        """A window on its own clock. Raises TraceError for dates where it has none."""
+        if window.absolute and not self.wall:
+            problem = f"a {self.name} trace has no dates; give times from its start, such as 90s"
+            raise TraceError(str(self.path), None, problem)
+        return window.bounds_ns(first_ns)
+
     def survey(self) -> Tally:
         """One pass from end to end. Raises TraceError where there is not a single row."""
         tally = Tally()
@@ -128,7 +154,7 @@ class Recording:
             raise TraceError(str(self.path), None, f"a {self.name} trace without a single row")
         return tally
 
-    def in_order(self, survey: Tally) -> Iterator[Request]:
+    def in_order(self, survey: Tally) -> Generator[Request]:
         """Its requests in the order of time, equal times in that of the file. survey: what `survey` returned."""
         if not survey.inversions:
             yield from self.requests(Tally())
@@ -152,6 +178,10 @@ class Recording:
                     parsed = next(one for one in parsed if isinstance(one, Request) and one.turn == turn)
                 # What a row says of its time may be relative to another one's.
                 yield parsed if parsed.at_ns == at else msgspec.structs.replace(parsed, at_ns=at)
+
+    def _line(self, wanted: int) -> bytes:
+        with closing(self._source.lines()) as lines:
+            return next(line.rstrip(b"\r\n") for number, _, line in lines if number == wanted)
 
     def _pass(self, form: Format, tally: Tally, dropped: Dropped, limit: int | None) -> Iterator[tuple[int, Request]]:
         """(offset of its line, request)."""
@@ -177,6 +207,8 @@ class Recording:
                     tally.last_ns = at_ns
                 last_ns = at_ns
                 tally.kept += 1
+                if one.parent:
+                    tally.linked += 1
                 if one.notes or one.blocks or not one.output_tokens:
                     tally.notes.update(_notes(one))
                 yield offset, one

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tensorferry.pipeline.replay.summary import (
     Summary,
     reached,
 )
+from tensorferry.pipeline.replay.whole import write_whole
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,8 +35,8 @@ def write_report(
     """Write both files into `folder`, made if need be. Each appears whole or not at all, the summary last."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (_encode(result) + b"\n" for result in results(outcomes, drops, start_ns))
-    _write_whole(folder / "results.jsonl", lines)
-    _write_whole(folder / "summary.json", [msgspec.json.format(_encode(summary), indent=2), b"\n"])
+    write_whole(folder / "results.jsonl", lines)
+    write_whole(folder / "summary.json", [msgspec.json.format(_encode(summary), indent=2), b"\n"])
 
 
 def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -> Iterator[dict[str, Any]]:
@@ -76,17 +76,6 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
         }
     for drop in drops:
         yield {"line": drop.line, "status": "dropped", "reason": drop.reason, "problem": drop.problem}
-
-
-def _write_whole(path: Path, chunks: Iterable[bytes]) -> None:
-    """Beside its place first, then renamed: nobody ever reads half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("xb") as file:
-            file.writelines(chunks)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 # --- for people ----------------------------------------------------------------------------------------------

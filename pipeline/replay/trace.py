@@ -11,6 +11,7 @@ import msgspec
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.recording import Recording, Tally
 from tensorferry.pipeline.replay.request import Drop, Request
+from tensorferry.pipeline.replay.selection import Selection
 from tensorferry.pipeline.replay.values import NS, wall_text
 from tensorferry.pipeline.replay.window import Window
 
@@ -65,17 +66,12 @@ def load(
     """
     tally, drops, requests = Tally(), list[Drop](), list[Request]()
     outside = 0
-    start_ns: int | None = None
-    end_ns: int | None = None
+    selection = Selection()
     if window is not None and not window.whole:
-        if window.absolute and not recording.wall:
-            raise TraceError(
-                str(recording.path), None, f"a {recording.name} trace has no dates; give times from its start"
-            )
-        start_ns, end_ns = window.bounds_ns(recording.survey().first_ns)
+        selection.start_ns, selection.end_ns = recording.bounds_ns(window, recording.survey().first_ns)
     with closing(recording.requests(tally, drops.append, limit=limit)) as rows:
         for request in rows:
-            if (start_ns is not None and request.at_ns < start_ns) or (end_ns is not None and request.at_ns >= end_ns):
+            if not selection.within(request.at_ns):
                 outside += 1
             elif not failures and not request.output_tokens:
                 drops.append(Drop(request.line, "recorded_failure", "no output token was recorded"))

@@ -56,9 +56,7 @@ class Window:
     def absolute(self) -> bool:
         return any(moment is not None and moment.absolute for moment in (self.start, self.end))
 
-    def bounds_ns(self, origin_ns: int) -> tuple[int, int | None]:
-        """On the trace's own clock."""
-        start_ns = origin_ns if self.start is None else self.start.at_ns(origin_ns)
-        return min(start_ns, origin_ns) if self.start is None else start_ns, (
-            None if self.end is None else self.end.at_ns(origin_ns)
-        )
+    def bounds_ns(self, origin_ns: int) -> tuple[int | None, int | None]:
+        """On the trace's own clock, whose first request is at `origin_ns`; None: no bound."""
+        start_ns = None if self.start is None else self.start.at_ns(origin_ns)
+        return start_ns, None if self.end is None else self.end.at_ns(origin_ns)
