@@ -21,13 +21,14 @@ from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
 from tensorferry.pipeline.replay.progress import preparing, replaying
-from tensorferry.pipeline.replay.report import print_report, write_report
+from tensorferry.pipeline.replay.report import print_plan, print_report, write_report
 from tensorferry.pipeline.replay.run import Replay
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.session import Session
 from tensorferry.pipeline.replay.summary import Setup, drops_of, summarise
 from tensorferry.pipeline.replay.text import TokenSource
 from tensorferry.pipeline.replay.trace import load
+from tensorferry.pipeline.replay.turns import MODES, Mode, natural_mode
 from tensorferry.pipeline.replay.window import Moment, Window
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import configure
@@ -64,6 +65,14 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
 @click.option(
     "--failures", type=click.Choice(["keep", "drop"]), default="keep", help="Requests recorded without output."
 )
+@click.option(
+    "--sessions",
+    type=click.Choice(MODES),
+    help="Later turns: at their time; that, but after the answer before; their think time after it. "
+    "Default: think where the trace has delays, else clock.",
+)
+@click.option("--strict", is_flag=True, help="Refuse rows out of order; fail where sending fell behind its schedule.")
+@click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for summary.json, results.jsonl.")
 @click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
@@ -82,13 +91,17 @@ def command(
     end: Moment | None,
     limit: int | None,
     failures: str,
+    sessions: Mode | None,
+    strict: bool,
+    dry_run: bool,
     images: Path | None,
     out: Path | None,
     attach: bool,
 ) -> None:
     """Replay the recorded TRACE through the deployment of a file, and report.
 
-    Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok; 2 wrong usage, 1 it could not be run.
+    Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok, 5 with --strict, it was not the recorded
+    load; 2 wrong usage, 1 it could not be run.
     """
     deployment = load_deployment(file, settings)
     if attach:
@@ -103,7 +116,7 @@ def command(
     if out is not None:
         _make_folder(out)
     recording = opened(trace, rate, keys, seed, scheduled=speed.ratio is not None)
-    recorded = load(recording, window=Window(start, end), limit=limit, failures=failures == "keep")
+    recorded = load(recording, window=Window(start, end), limit=limit, failures=failures == "keep", strict=strict)
     text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
     tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
     sizer = Sizer(make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits))
@@ -116,6 +129,7 @@ def command(
         seed=seed,
         concurrency=concurrency,
         limit=limit,
+        strict=strict,
         pooled_from_nbytes=None if deployment.transport == "cpu" else deployment.pool.inline_below_kb << 10,
     )
     stderr = Console(stderr=True)
@@ -128,7 +142,12 @@ def command(
         concurrency=concurrency,
         deadline_s=deployment.limits.request_timeout_s,
         run_id=secrets.token_bytes(8) if attach else b"%d" % seed,
+        sessions=sessions or natural_mode(recorded.requests),
     )
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    if dry_run:
+        print_plan(console, summarise(recorded, prepared, replay, setup))
+        return
     session = Session(replay)
     try:
         if prepared.requests:
@@ -142,7 +161,7 @@ def command(
         if replay.start_ns or not prepared.requests:
             summary = summarise(recorded, prepared, replay, setup, pools=session.pools, error=session.error)
             drops = drops_of(recorded, prepared, replay)
-            print_report(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), summary)
+            print_report(console, summary)
             if out is not None:
                 write_report(out, summary, replay.outcomes, drops, replay.start_ns)
                 click.echo(f"wrote summary.json and results.jsonl to {click.format_filename(out)}")

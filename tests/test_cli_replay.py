@@ -261,3 +261,31 @@ def test_keys_read_what_no_content_could_tell(deployment: dict[str, Any], tmp_pa
     assert replayed(str(trace), "--keys", "time=t,prompt=in,output=out,unit=s").exit_code == 0
     for wrong in ("time", "time=t,when=x", "time=t,unit=h", "unit=s,block_tokens=x", "unit=0"):
         assert replayed(str(trace), "--keys", wrong).exit_code == 2, wrong
+
+
+def test_a_dry_run_says_what_would_be_sent_and_starts_nothing(deployment: dict[str, Any]) -> None:
+    result = run("replay", DATA / "azure_lmm.csv", "--config", LOCAL, "--dry-run", "--end", "60s")
+    assert result.exit_code == 0, result.output
+    for part in ("starts at 2024-10-15 12:00:00.269, spans 7.297 s", "5 read = 5 to send + 0 dropped", "payload"):
+        assert part in result.stdout, part
+    assert "client" not in deployment
+    assert run("replay", DATA / "azure_lmm.csv", "--config", LOCAL, "--dry-run", "--end", "60s").stdout == result.stdout
+
+
+def test_the_way_of_later_turns_is_said(deployment: dict[str, Any], tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    turns = [{"text": "a", "timestamp": 0}, {"text": "b", "delay": 1}]
+    trace.write_text(json.dumps({"session_id": "s", "turns": turns}) + "\n")
+    assert "think: 1 turns their think time after that answer" in replayed(str(trace)).stdout
+    assert "wait: 1 turns" in replayed(str(trace), "--sessions", "wait").stdout
+    result = replayed(str(trace), "--sessions", "clock", "--out", tmp_path)
+    assert "1 turns" not in result.stdout
+    run_summary = json.loads((tmp_path / "summary.json").read_text())["run"]
+    assert (run_summary["sessions"], run_summary["following"]) == ("clock", 0)
+
+
+def test_strictly_rows_out_of_order_stop_a_run_before_it_starts(deployment: dict[str, Any]) -> None:
+    result = replayed("azure_2023.shuffled.csv", "--strict")
+    assert result.exit_code == 1
+    assert "earlier than the row before it" in result.stderr
+    assert "client" not in deployment

@@ -14,7 +14,7 @@ import pytest
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.request import BrokenRow, Image, Request
 from tensorferry.pipeline.replay.trace import Trace, read_trace
-from tensorferry.pipeline.replay.values import wall_clock, wall_text
+from tensorferry.pipeline.replay.values import WallClocks, wall_clock, wall_text
 
 DATA = Path(__file__).parent / "data" / "traces"
 MS = 1_000_000
@@ -413,6 +413,36 @@ def test_nothing_to_read(write: Write, tmp_path: Path) -> None:
 )
 def test_times_are_exact(text: str, ns: int, zoned: bool) -> None:
     assert wall_clock(text, "t") == (ns, zoned)
+
+
+def test_a_run_of_times_is_read_as_each_alone() -> None:
+    """What is remembered of the time before must not show: its minute, its zone, its number of digits."""
+    texts = [
+        "2024-10-15T12:00:00.269Z",
+        "2024-10-15T12:00:00.2690",
+        "2024-10-15T12:00:59.2Z",
+        "2024-10-15T12:00:59Z",
+        "2024-10-15T12:01:00.123456789Z",
+        "2024-10-15T12:01:00.123456789+02:00",
+        "2024-10-15T12:01:01.5+02:00",
+        "2024-10-15T12:01:01.5+03:00",
+        "2024-10-15T12:01:01.5",
+        "2024-10-15T12:01:02.25",
+        "2024-10-15 12:01:02.25",
+    ]
+    clocks = WallClocks("t")
+    for first in texts:
+        for second in texts:
+            assert clocks.read(first) == wall_clock(first, "t")
+            assert clocks.read(second) == wall_clock(second, "t")
+    for broken in (
+        "2024-10-15T12:01:60.5",
+        "2024-10-15T12:01:02.\u0663",
+        "2024-10-15T12:01:02.",
+        "2024-10-15T12:01:02.x",
+    ):
+        with pytest.raises(BrokenRow):
+            clocks.read(broken)
 
 
 def test_a_naive_time_never_meets_the_local_zone(monkeypatch: pytest.MonkeyPatch) -> None:

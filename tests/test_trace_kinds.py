@@ -289,15 +289,15 @@ def test_sagemaker_is_a_tree_of_hours(tmp_path: Path, encoding: str) -> None:
         when = {"eventId": f"e{second}", "inferenceTime": f"2026-04-29T00:03:{second:02}Z"}
         return json.dumps({"captureData": captured, "eventMetadata": when})
 
-    for hour, lines in {"01": [row(20, completion_tokens=8), row(20)], "00": [row(10), "{broken"]}.items():
+    for hour, lines in {"01": [row(20, completion_tokens=8), "{", row(20)], "00": [row(10)]}.items():
         (tmp_path / hour).mkdir()
         (tmp_path / hour / "capture.jsonl").write_text("\n".join(lines))
     trace = read_trace(tmp_path)
     assert (trace.format, trace.read, offsets(trace)) == ("sagemaker", 4, [0, 10 * NS, 10 * NS])
     assert [request.output_tokens for request in trace.requests] == [50, 8, 50]
     assert [request.id for request in trace.requests] == ["e10", "e20", "e20"]
-    assert reasons(trace) == [(2, "not_json")]
-    assert trace.drops[0].problem.startswith("00/capture.jsonl:2: ")
+    assert reasons(trace) == [(3, "not_json")]
+    assert trace.drops[0].problem.startswith("01/capture.jsonl:2: ")
     assert trace.folder == tmp_path
 
 
@@ -325,7 +325,7 @@ def clients(tmp_path: Path) -> Path:
     folder = tmp_path / "mm-image"
     folder.mkdir()
     (folder / "chunk-0-trace.csv").write_bytes(
-        b"0,2.0,1.5,Gamma,0.5,1.0\r\n600,0,0,,0,0\r\n1200,1.0,1,Weibull,1.2,1.0\r\n"
+        b"0,2.0,1.5,Gamma,0.25,1.0\r\n600,0,0,,0,0\r\n1200,1.0,1,Weibull,1.2,1.0\r\n"
     )
     (folder / "chunk-0-dataset.json").write_text(json.dumps({"0": fields, "21600": fields}))
     (folder / "chunk-3-trace.csv").write_bytes(b"600,0.5,1.0,Gamma,1.0,2.0\r\n")
@@ -344,7 +344,8 @@ def test_clients_are_drawn_with_their_rates_seeded(clients: Path) -> None:
     assert seconds == sorted(seconds)
     gaps = [b - a for a, b in pairwise(seconds[:1200])]
     variation = (mean(gap**2 for gap in gaps) - mean(gaps) ** 2) ** 0.5 / mean(gaps)
-    assert 1.2 < variation < 1.7  # of a gamma distribution of the shape 0.5: 1.41
+    assert 1.7 < variation < 2.3  # of a gamma distribution of the shape 0.25: 2
+    assert seconds[1199] > 580  # the window is filled, however long its gaps were
     images = Counter(image.tokens for request in trace.requests for image in request.images)
     assert set(images) == {299, 510}
     assert 0.7 < images[510] / images.total() < 0.8
@@ -415,11 +416,12 @@ def test_delays_stay_after_their_turn_through_the_index(write: Write) -> None:
         {"session_id": "s", "timestamp": 50, "text": "a"},
         {"session_id": "s", "delay": 20, "text": "b"},
         {"timestamp": 3, "text": "c"},
+        {"session_id": "s", "timestamp": 60, "text": "d"},
     ]
     recording = Recording(write(*rows))
     requests = list(recording.in_order(recording.survey()))
-    assert [request.at_ns // MS for request in requests] == [3, 50, 70]
-    assert requests[2].think_ns == 20 * MS
+    assert [request.at_ns // MS for request in requests] == [3, 50, 60, 70]
+    assert requests[3].think_ns == 20 * MS
 
 
 def test_a_survey_counts_what_a_trace_holds(write: Write) -> None:

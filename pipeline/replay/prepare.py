@@ -6,10 +6,11 @@ own schedule. Equal images are made once and shared.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -87,16 +88,27 @@ class Prepared(msgspec.Struct, frozen=True):
     ids: npt.NDArray[np.int32] | None
     before: tuple[Prepared, ...] = ()  #: the turns whose prompts and answers stand in front of it, oldest first
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to make when it is sent."""
+        return not self.before and (self.ids is not None or not self.text_tokens)
+
+    @property
+    def all_images(self) -> list[Image]:
+        """As the trace knows them, those of the conversation so far included."""
+        return [image for prepared in (*self.before, self) for image in prepared.request.images]
+
     def parts(self, tokens: TokenSource) -> list[Part]:
         """What is sent: the conversation so far, then its own words and images as they follow each other."""
         parts: list[Part] = []
         for earlier in self.before:
-            parts += earlier._own(tokens)
+            parts += earlier.own(tokens)
             if earlier.request.output_tokens:
                 parts.append(tokens.answer(earlier.request))
-        return parts + self._own(tokens)
+        return parts + self.own(tokens)
 
-    def _own(self, tokens: TokenSource) -> list[Part]:
+    def own(self, tokens: TokenSource) -> list[Part]:
+        """Without the conversation so far."""
         request = self.request
         parts: list[Part] = [part if isinstance(part, str) else self.images[part] for part in request.layout]
         if not request.layout:
@@ -114,6 +126,7 @@ class Preparation(msgspec.Struct, frozen=True):
     requests: list[Prepared]  #: in the order of the trace
     drops: list[Drop]  #: those that cannot be made
     invented: Invented
+    payload_sha256: str = ""  #: of all that will be sent: equal for equal files, seeds and sizes
 
 
 Key = tuple[int, int, int] | Path | bytes  #: photo, width, height; or a file; or the bytes themselves
@@ -167,7 +180,25 @@ def prepare(
             conversation.append(Prepared(request, images, count, ids))
             invented.answers += bool(before)
         requests.append(Prepared(request, images, count, ids, before))
-    return Preparation(requests, drops, invented)
+    return Preparation(requests, drops, invented, _payload_sha256(requests, tokens))
+
+
+def _payload_sha256(requests: Iterable[Prepared], tokens: TokenSource) -> str:
+    """Of every request's own parts, in their order. Two builds that were sent the same have the same."""
+    whole = hashlib.sha256()
+    images: dict[int, bytes] = {}  # by identity: equal images are one object
+    for prepared in requests:
+        whole.update(f"{prepared.request.place} {prepared.request.output_tokens} {len(prepared.before)}\n".encode())
+        for part in prepared.own(tokens):
+            if isinstance(part, bytes):
+                if id(part) not in images:
+                    images[id(part)] = hashlib.sha256(part).digest()
+                whole.update(b"image " + images[id(part)])
+            elif isinstance(part, str):
+                whole.update(b"text " + hashlib.sha256(part.encode()).digest())
+            else:
+                whole.update(b"tokens " + hashlib.sha256(part.astype("<i4", copy=False).tobytes()).digest())
+    return whole.hexdigest()
 
 
 class _Choices:

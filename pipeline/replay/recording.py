@@ -6,7 +6,6 @@ and which line.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -40,6 +39,7 @@ class Tally(msgspec.Struct):
     read: int = 0  #: rows; always those kept + those dropped
     kept: int = 0
     inversions: int = 0  #: rows that lay before an earlier one in the file
+    first_inversion: int = 0  #: the line of the first of them
     largest_fall_ns: int = 0  #: by how much, at most
     first_ns: int = 0  #: the earliest
     last_ns: int = 0  #: the latest
@@ -160,24 +160,22 @@ class Recording:
             yield from self.requests(Tally())
             return
         form = self._make()
-        at_ns, offsets, places = array("q"), array("q"), array("q")
-        for offset, request in self._pass(form, Tally(), lambda drop: None, None):
-            at_ns.append(request.at_ns)
-            offsets.append(offset)
-            places.append(request.line * MAX_TURNS + request.turn)
-        columns = [np.frombuffer(column, np.int64) for column in (at_ns, offsets, places)]
-        order = np.argsort(columns[0], kind="stable")
-        for column in columns:
+        # Reading is restarted with what is known by now, so the index has its size before it is filled.
+        index = np.empty((3, survey.kept), np.int64)
+        for row, (offset, request) in enumerate(self._pass(form, Tally(), lambda drop: None, None)):
+            index[:, row] = request.at_ns, offset, request.line * MAX_TURNS + request.turn
+        order = np.argsort(index[0], kind="stable")
+        for column in index:
             column[:] = column[order]
         del order
         with self._source.seekable() as lines:
-            for at, offset, place in zip(at_ns, offsets, places, strict=True):
+            for at_ns, offset, place in zip(*map(memoryview, index), strict=True):  # type: ignore[arg-type]
                 number, turn = divmod(place, MAX_TURNS)
                 parsed = form.parse(str(lines.at(offset), "utf-8").rstrip("\r\n"), number)
                 if not isinstance(parsed, Request):
                     parsed = next(one for one in parsed if isinstance(one, Request) and one.turn == turn)
                 # What a row says of its time may be relative to another one's.
-                yield parsed if parsed.at_ns == at else msgspec.structs.replace(parsed, at_ns=at)
+                yield parsed if parsed.at_ns == at_ns else msgspec.structs.replace(parsed, at_ns=at_ns)
 
     def _line(self, wanted: int) -> bytes:
         with closing(self._source.lines()) as lines:
@@ -201,6 +199,7 @@ class Recording:
                     tally.first_ns = tally.last_ns = at_ns
                 elif at_ns < last_ns:
                     tally.inversions += 1
+                    tally.first_inversion = tally.first_inversion or one.line
                     tally.largest_fall_ns = max(tally.largest_fall_ns, last_ns - at_ns)
                     tally.first_ns = min(tally.first_ns, at_ns)
                 if at_ns > tally.last_ns:

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorferry.pipeline.replay.prepare import Invented
-from tensorferry.pipeline.replay.request import Drop
+from tensorferry.pipeline.replay.request import Drop, Image
 from tensorferry.pipeline.replay.run import Outcome
 from tensorferry.pipeline.replay.summary import (
     DEGRADED_LATENESS_MS,
+    UNSENT,
     Items,
     Reason,
     Summary,
@@ -58,7 +59,9 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
             "latency_from_intended_ms": (outcome.done_ns - outcome.intended_ns) / 1e6,
             "latency_from_sent_ms": (outcome.done_ns - outcome.sent_ns) / 1e6,
             "delayed": outcome.delayed,
-            "images": len(outcome.request.images),
+            "session": request.session,
+            "waited": outcome.waited,
+            "images": _sources(outcome.request.all_images),
             "prompt_tokens": outcome.prompt_tokens,
             "output_tokens": outcome.output_tokens,
             "items": [
@@ -76,6 +79,12 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
         }
     for drop in drops:
         yield {"line": drop.line, "status": "dropped", "reason": drop.reason, "problem": drop.problem}
+
+
+def _sources(images: Sequence[Image]) -> dict[str, int]:
+    """Where the bytes of a request's images came from."""
+    data, files = sum(bool(image.data) for image in images), sum(bool(image.path) for image in images)
+    return {"in_trace": data, "from_file": files, "invented": len(images) - data - files}
 
 
 # --- for people ----------------------------------------------------------------------------------------------
@@ -103,11 +112,35 @@ def print_report(console: Console, summary: Summary) -> None:
         console.print(warning, style="bold red", markup=False, highlight=False)
 
 
+def print_plan(console: Console, summary: Summary) -> None:
+    """What a run would do: `summary` is that of one in which nothing was sent yet."""
+    s = summary
+    table = Table(title=Text(_title(s)), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    unsent = sum(reason.count for reason in s.dropped if reason.reason == UNSENT)
+    table.add_row("trace", Text(_trace(s)))
+    table.add_row("sha256", Text(s.trace.sha256))
+    table.add_row("run", Text(_how(s)))
+    for name, value in _session_rows(s):
+        table.add_row(name, Text(value))
+    table.add_row("requests", Text(f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"))
+    table.add_row("payload", Text(f"sha256 {s.run.payload_sha256}"))
+    table.add_row("invented", Text(_invented(s.invented)))
+    console.print(table)
+    for reason in s.dropped:
+        if reason.reason != UNSENT:
+            console.print(_reason("dropped", reason), markup=False, highlight=False)
+    for warning in _warnings(s):
+        console.print(warning, style="bold red", markup=False, highlight=False)
+    console.print("a dry run: nothing was started and nothing sent")
+
+
 def _title(summary: Summary) -> str:
     return f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}"
 
 
-def _rows(s: Summary) -> Iterator[tuple[str, str]]:
+def _trace(s: Summary) -> str:
     notes = [f"{count} {name.replace('_', ' ')}" for name, count in s.trace.notes.items()]
     if s.trace.inversions:
         notes.append(f"{s.trace.inversions} rows out of order, sorted")
@@ -115,10 +148,19 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
         notes.append(f"{s.trace.outside} rows outside --start and --end")
     if s.trace.drawn:
         notes.append("drawn from statistics, not recorded")
-    yield "trace", f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
+    return f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
+
+
+def _how(s: Summary) -> str:
     speed = "as fast as possible" if s.run.speed == "max" else f"speed {s.run.speed}"
     ceiling = "no ceiling" if s.run.concurrency is None else f"at most {s.run.concurrency} in flight"
-    yield "run", f"{speed}, {ceiling}, seed {s.run.seed}, transport {s.run.transport}, {s.run.duration_s:.3f} s"
+    return f"{speed}, {ceiling}, seed {s.run.seed}, transport {s.run.transport}"
+
+
+def _rows(s: Summary) -> Iterator[tuple[str, str]]:
+    yield "trace", _trace(s)
+    yield "run", f"{_how(s)}, {s.run.duration_s:.3f} s"
+    yield from _session_rows(s)
     r = s.requests
     yield "requests", f"{r.read} read = {r.sent} sent + {r.dropped} dropped; sent = {r.ok} ok + {r.failed} failed"
     if r.delayed:
@@ -137,6 +179,18 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
     ]
     yield "pool peak", "\n".join(pools) or "no pools"
     yield "invented", _invented(s.invented)
+
+
+def _session_rows(s: Summary) -> Iterator[tuple[str, str]]:
+    """Only where there are later turns: without them the modes are one."""
+    if s.run.sessions == "clock" or not s.run.following:
+        return
+    means = {"wait": "at their time, once the turn before is answered", "think": "their think time after that answer"}
+    yield "sessions", f"{s.run.sessions}: {s.run.following} turns {means[s.run.sessions]}"
+    if s.requests.waited:
+        yield "", f"{s.requests.waited} later than recorded, for the turn before"
+    if s.run.guessed_think_times:
+        yield "", f"{s.run.guessed_think_times} think times with the recorded answer in them, whose length is unknown"
 
 
 def _items(items: Items) -> str:
@@ -196,7 +250,7 @@ def _reason(name: str, reason: Reason) -> str:
 def _warnings(s: Summary) -> Iterator[str]:
     if s.run.degraded:
         yield (
-            f"degraded: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
+            f"DEGRADED: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
             "this is not the load that was recorded"
         )
     if s.trace.glued:

@@ -58,11 +58,17 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
 
 
 def load(
-    recording: Recording, *, window: Window | None = None, limit: int | None = None, failures: bool = True
+    recording: Recording,
+    *,
+    window: Window | None = None,
+    limit: int | None = None,
+    failures: bool = True,
+    strict: bool = False,
 ) -> Trace:
     """Hold the requests of a window of a trace in memory; with `limit`, of its first so many rows.
 
-    failures: whether requests that were recorded as failed (no output token) are kept. Raises TraceError.
+    failures: whether requests that were recorded as failed (no output token) are kept. strict: refuses rows that
+    are out of order rather than sorting them. Raises TraceError.
     """
     tally, drops, requests = Tally(), list[Drop](), list[Request]()
     outside = 0
@@ -79,6 +85,9 @@ def load(
                 requests.append(request)
     if not tally.read:
         raise TraceError(str(recording.path), None, f"a {recording.name} trace without a single row")
+    if strict and tally.inversions:
+        problem = f"earlier than the row before it, as {tally.inversions} rows are; without --strict they are sorted"
+        raise TraceError(str(recording.path), tally.first_inversion, problem)
     requests.sort(key=attrgetter("at_ns"))  # stable: what shares an instant keeps the order of the file
     return Trace(
         recording.path,
