@@ -18,6 +18,7 @@ from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
 from tensorferry.pipeline.replay.formats.lengths import Keys
+from tensorferry.pipeline.replay.image_models import image_model
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
 from tensorferry.pipeline.replay.progress import preparing, replaying
@@ -66,6 +67,14 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
     "--failures", type=click.Choice(["keep", "drop"]), default="keep", help="Requests recorded without output."
 )
 @click.option(
+    "--image-model",
+    "model",
+    metavar="MODEL",
+    default="modserve",
+    show_default=True,
+    help="Sizes of images that the trace only counts: modserve, coco, 640x480, a CSV of sizes, or another trace.",
+)
+@click.option(
     "--sessions",
     type=click.Choice(MODES),
     help="Later turns: at their time; that, but after the answer before; their think time after it. "
@@ -91,6 +100,7 @@ def command(
     end: Moment | None,
     limit: int | None,
     failures: str,
+    model: str,
     sessions: Mode | None,
     strict: bool,
     dry_run: bool,
@@ -115,6 +125,10 @@ def command(
         deployment, settings = load_to_run(file, settings)
     if out is not None:
         _make_folder(out)
+    try:
+        sizes = image_model(model, seed)
+    except ValueError as problem:
+        raise click.BadParameter(str(problem), ctx, param_hint="--image-model") from None
     recording = opened(trace, rate, keys, seed, scheduled=speed.ratio is not None)
     recorded = load(recording, window=Window(start, end), limit=limit, failures=failures == "keep", strict=strict)
     text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
@@ -134,7 +148,7 @@ def command(
     )
     stderr = Console(stderr=True)
     with preparing(stderr) as progress:
-        prepared = prepare(recorded, load_photos(images), sizer, tokens, seed=seed, progress=progress)
+        prepared = prepare(recorded, load_photos(images), sizer, tokens, seed=seed, model=sizes, progress=progress)
     replay = Replay(
         prepared.requests,
         tokens,

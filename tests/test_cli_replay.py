@@ -289,3 +289,12 @@ def test_strictly_rows_out_of_order_stop_a_run_before_it_starts(deployment: dict
     assert result.exit_code == 1
     assert "earlier than the row before it" in result.stderr
     assert "client" not in deployment
+
+
+def test_the_image_model_is_chosen_and_said(deployment: dict[str, Any]) -> None:
+    assert "22 images: size and picture (the trace has only their number), sizes as modserve" in " ".join(
+        replayed("azure_lmm.csv").stdout.split()
+    )
+    assert "sizes as 64x48" in " ".join(replayed("azure_lmm.csv", "--image-model", "64x48").stdout.split())
+    result = replayed("azure_lmm.csv", "--image-model", "imagenet")
+    assert (result.exit_code, "--image-model" in result.output) == (2, True)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import FerryError
+from tensorferry.pipeline.replay.image_models import ImageModel
 from tensorferry.pipeline.replay.photos import Photo, PhotoError, names
 from tensorferry.pipeline.replay.recording import NAMED_PER_REASON
 from tensorferry.pipeline.replay.request import MAX_PIXELS, Drop, Image, Request
@@ -67,6 +68,7 @@ class Invented(msgspec.Struct):
     """What the trace did not say and the replay made up; the report prints it."""
 
     photos: list[str]
+    image_model: str = ""  #: what images of modelled size are like, if there are any
     images_recorded: int = 0  #: bytes in the trace, or from files it names
     images_of_given_size: int = 0  #: size recorded, picture invented
     images_of_given_tokens: int = 0  #: tokens recorded, size chosen to match, picture invented
@@ -139,15 +141,16 @@ def prepare(
     tokens: TokenSource,
     *,
     seed: int,
+    model: ImageModel | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Preparation:
     """Choose every size and make every byte. Blocks for seconds; call it off the event loop.
 
-    An image file that is not there drops the one request that names it; one that is there and damaged is sent
-    as it is, since what a deployment makes of it is a result. Raises PhotoError when the trace asks for more
-    different images than memory should hold.
+    model: what images are that the trace only counts; None: `SizeModel`. An image file that is not there drops the
+    one request that names it; one that is there and damaged is sent as it is, since what a deployment makes of it
+    is a result. Raises PhotoError when the trace asks for more different images than memory should hold.
     """
-    choices = _choose_images(trace, photos, sizer, seed)
+    choices = _choose_images(trace, photos, sizer, seed, model or SizeModel(seed))
     contents = _make(choices.wanted(), photos, progress)
     invented = choices.invented
     invented.different_images = sum(isinstance(made, bytes) for made in contents.values())
@@ -218,11 +221,11 @@ class _Choices:
         return sum(key[1] * key[2] for key in self.wanted() if isinstance(key, tuple))
 
 
-def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int) -> _Choices:
+def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, model: ImageModel) -> _Choices:
     """Sizes are given by the trace or the model; with how many different photos each is shown is ours to choose."""
     variants = len(photos)
     while True:
-        choices = _choose_with(trace, photos, sizer, seed, variants)
+        choices = _choose_with(trace, photos, sizer, seed, model, variants)
         pixels = choices.pixels()
         if pixels <= PIXEL_BUDGET or variants == 1:
             break
@@ -232,9 +235,11 @@ def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, see
     return choices
 
 
-def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, variants: int) -> _Choices:
+def _choose_with(
+    trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, model: ImageModel, variants: int
+) -> _Choices:
     invented = Invented(names(photos))
-    choices, sizes = _Choices(invented), SizeModel(seed)
+    choices = _Choices(invented)
     folder = trace.folder or trace.path.resolve().parent
     by_tokens: dict[tuple[int, int], tuple[int, int]] = {}
     by_size: dict[tuple[int, int], int] = {}
@@ -250,8 +255,13 @@ def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed:
             invented.images_recorded += 1
             return image.data or folder / image.path
         variant = choose(seed, "photo", place, index) % variants
+        modelled = not image.tokens and not image.width
+        if modelled:
+            invented.images_of_modelled_size += 1
+            invented.image_model = model.name
+            image = model.image(place, index)
         if image.tokens:
-            invented.images_of_given_tokens += 1
+            invented.images_of_given_tokens += not modelled
             photo = (choose(seed, "variant", image.tokens) + variant) % len(photos)
             if (image.tokens, photo) not in by_tokens:
                 by_tokens[image.tokens, photo] = sizer.size_for(image.tokens, photos[photo].aspect)
@@ -260,12 +270,8 @@ def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed:
             if size[0] * size[1] > MAX_PIXELS:
                 raise UnusableSize(f"{image.tokens} tokens need {size[0]} x {size[1]} pixels; at most {MAX_PIXELS}")
             return photo, *size
-        if image.width:
-            invented.images_of_given_size += 1
-            size = image.width, image.height
-        else:
-            invented.images_of_modelled_size += 1
-            size = sizes.draw(place, index)
+        invented.images_of_given_size += not modelled
+        size = image.width, image.height
         return (choose(seed, "variant", *size) + variant) % len(photos), *size
 
     for request in trace.requests:

@@ -201,8 +201,9 @@ def _items(items: Items) -> str:
 
 
 def _invented(i: Invented) -> str:
+    number_only = f"images: size and picture (the trace has only their number), sizes as {i.image_model}"
     said = [
-        (i.images_of_modelled_size, "images: size and picture (the trace has only their number)"),
+        (i.images_of_modelled_size, number_only),
         (i.images_of_given_tokens, "images: picture, of a size chosen for the recorded tokens"),
         (i.images_off_their_tokens, "of them with another number of tokens than recorded"),
         (i.images_of_given_size, "images: picture, of the recorded size"),

@@ -15,6 +15,7 @@ from bisect import bisect
 from itertools import accumulate
 from statistics import NormalDist
 
+from tensorferry.pipeline.replay.request import Image
 from tensorferry.pipeline.replay.seeds import choose
 
 MEDIAN_PX = 500
@@ -40,11 +41,18 @@ def _sides() -> list[float]:
 class SizeModel:
     """Draws (width, height), seeded: the same image of the same row always has the same size."""
 
+    name = "modserve"
+
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._sides = _sides()
         self._aspects = [math.sqrt(width / height) for width, height in ASPECTS]
         self._bounds = list(accumulate(ASPECTS.values()))
+
+    def image(self, place: int | str, index: int) -> Image:
+        """As `ImageModel` has it."""
+        width, height = self.draw(place, index)
+        return Image(width=width, height=height)
 
     def draw(self, place: int | str, index: int) -> tuple[int, int]:
         """The size of image `index` of the request at `place`."""
