@@ -237,7 +237,10 @@ def test_a_trace_without_times_needs_a_rate_or_no_schedule(deployment: dict[str,
     assert result.exit_code == 1
     assert "--rate" in result.stderr
     assert replayed(str(trace)).exit_code == 0
-    assert run("replay", trace, "--config", LOCAL, "--rate", "50", "--set", "timeouts.heartbeat_s=0.01").exit_code == 0
+    result = run("replay", trace, "--config", LOCAL, "--rate", "50", "--set", "timeouts.heartbeat_s=0.01")
+    assert result.exit_code == 0
+    assert "all times: 50 requests a second, evenly" in result.stdout
+    assert "2 requests: output length, 128 tokens" in result.stdout
 
 
 def test_a_rate_is_refused_where_the_trace_has_times(deployment: dict[str, Any]) -> None:
@@ -259,7 +262,16 @@ def test_keys_read_what_no_content_could_tell(deployment: dict[str, Any], tmp_pa
     trace.write_text('{"t": 19440110.5, "in": 70, "out": 3}\n')
     assert replayed(str(trace)).exit_code == 1
     assert replayed(str(trace), "--keys", "time=t,prompt=in,output=out,unit=s").exit_code == 0
-    for wrong in ("time", "time=t,when=x", "time=t,unit=h", "unit=s,block_tokens=x", "unit=0"):
+    for wrong in (
+        "time",
+        "time=t,when=x",
+        "time=t,unit=h",
+        "unit=s,block_tokens=x",
+        "unit=0",
+        "unit=inf",
+        "unit=nan",
+        "unit=1e999999",
+    ):
         assert replayed(str(trace), "--keys", wrong).exit_code == 2, wrong
 
 

@@ -88,6 +88,7 @@ class Recording:
         self.header = self._line(form.first_line - 1) if form.first_line > 1 else b""  #: of a CSV file
         if rate is not None and form.timed:
             raise TraceError(str(path), None, f"a {form.name} trace has times of its own, so it takes no rate")
+        self.rate = rate
         self._every_ns = None if rate is None else NS / rate
 
     @property

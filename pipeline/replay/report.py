@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorferry.pipeline.replay.prepare import Invented
-from tensorferry.pipeline.replay.request import Drop, Image
+from tensorferry.pipeline.replay.request import ASSUMED_OUTPUT_TOKENS, Drop, Image
 from tensorferry.pipeline.replay.run import Outcome
 from tensorferry.pipeline.replay.summary import (
     DEGRADED_LATENESS_MS,
@@ -20,6 +20,7 @@ from tensorferry.pipeline.replay.summary import (
     Items,
     Reason,
     Summary,
+    TraceSummary,
     reached,
 )
 from tensorferry.pipeline.replay.whole import write_whole
@@ -126,7 +127,7 @@ def print_plan(console: Console, summary: Summary) -> None:
         table.add_row(name, Text(value))
     table.add_row("requests", Text(f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"))
     table.add_row("payload", Text(f"sha256 {s.run.payload_sha256}"))
-    table.add_row("invented", Text(_invented(s.invented)))
+    table.add_row("invented", Text(_invented(s.invented, s.trace)))
     console.print(table)
     for reason in s.dropped:
         if reason.reason != UNSENT:
@@ -178,7 +179,7 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
         for name, pool in s.pools.items()
     ]
     yield "pool peak", "\n".join(pools) or "no pools"
-    yield "invented", _invented(s.invented)
+    yield "invented", _invented(s.invented, s.trace)
 
 
 def _session_rows(s: Summary) -> Iterator[tuple[str, str]]:
@@ -200,7 +201,7 @@ def _items(items: Items) -> str:
     return f"{items.count}, {items.rows} embeddings: {', '.join(ways)}"
 
 
-def _invented(i: Invented) -> str:
+def _invented(i: Invented, trace: TraceSummary) -> str:
     number_only = f"images: size and picture (the trace has only their number), sizes as {i.image_model}"
     said = [
         (i.images_of_modelled_size, number_only),
@@ -209,9 +210,13 @@ def _invented(i: Invented) -> str:
         (i.images_of_given_size, "images: picture, of the recorded size"),
         (i.prompts, "prompts: token ids (the trace has only their number)"),
         (i.answers, "prompts: the answers of the turns before, as token ids"),
+        (trace.notes.get("output_tokens_assumed", 0), f"requests: output length, {ASSUMED_OUTPUT_TOKENS} tokens"),
+        (trace.notes.get("number_of_images_assumed", 0), "requests: number of images, 1"),
         (i.prompts_without_text, "prompts: no text, as the images take all of the recorded tokens"),
     ]
     lines = [f"{count} {what}" for count, what in said if count]
+    if trace.rate is not None:
+        lines.append(f"all times: {trace.rate:g} requests a second, evenly")
     if i.images_of_modelled_size or i.images_of_given_tokens or i.images_of_given_size:
         lines.append(f"pictures: {i.different_images} different ones, from {', '.join(i.photos)}")
     return "\n".join(lines) or "nothing"

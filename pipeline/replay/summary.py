@@ -44,6 +44,7 @@ class TraceSummary(msgspec.Struct, frozen=True):
     outside: int  #: good rows before --start, or from --end on; not among those read
     glued: bool  #: it looks like recordings one after the other, each from its own start
     drawn: bool  #: drawn from statistics, not recorded
+    rate: float | None  #: requests a second that --rate gave to a trace without times
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -205,6 +206,7 @@ def summarise(
             trace.outside,
             trace.glued,
             trace.drawn,
+            trace.rate,
         ),
         run=RunSummary(
             deployment=setup.deployment,

@@ -29,6 +29,7 @@ class Trace(msgspec.Struct, frozen=True):
     outside: int = 0  #: good rows before --start or from --end on; not among those read
     glued: bool = False  #: as if several recordings followed each other, each from its own start
     drawn: bool = False  #: drawn from statistics, not recorded
+    rate: float | None = None  #: requests a second that were given to it, as it says no times
     folder: Path | None = None  #: what its images' paths are relative to; None: the folder of `path`
 
     @property
@@ -102,5 +103,6 @@ def load(
         outside,
         tally.glued,
         recording.drawn,
+        recording.rate,
         recording.folder,
     )

@@ -3,7 +3,7 @@ blocks. They differ in what their keys are called and, worse, in their units."""
 
 from __future__ import annotations
 
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -43,11 +43,13 @@ def keys_of(text: str) -> Keys:
         known = "time, prompt, output, blocks, session, id, unit, block_tokens"
         raise ValueError(f"{text!r} is not a list of name=key; the names are {known}")
     try:
-        unit_ns = _UNITS_NS.get(unit) or int(Decimal(unit) * NS)
-    except InvalidOperation:
+        exact = Decimal(_UNITS_NS.get(unit) or Decimal(unit) * NS)
+        inside = 1 <= exact <= 10**18  # compared as it is: 1e999999 is short as a decimal alone
+    except ArithmeticError:  # no number, NaN, or beyond what a Decimal can hold
         raise ValueError(f"unit={unit}: say s, ms, us, ns, or how many seconds one unit is, such as 0.001") from None
-    if not 1 <= unit_ns <= 10**18:
+    if not inside:
         raise ValueError(f"unit={unit} is not between a nanosecond and 10^9 seconds")
+    unit_ns = int(exact)
     if not block_tokens.isascii() or not block_tokens.isdigit() or not 1 <= int(block_tokens) <= MAX_TOKENS:
         raise ValueError(f"block_tokens={block_tokens} is not a number of tokens")
     return Keys("timed-trace", unit_ns, int(block_tokens), **names)
