@@ -255,6 +255,34 @@ def test_openai_batch_keeps_the_order_of_words_and_images(write: Write) -> None:
     assert plain.words == ("plain",)
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("file:///%ff.jpg", "bad_value"),
+        ("file://[/a.jpg", "bad_value"),
+        ("file:", "bad_value"),
+        ("file:///a%00b", "bad_value"),
+        ("data:image/png;base64", "bad_value"),
+        ("data:,", "bad_value"),
+        ("FILE://there/a.jpg", "remote_image"),
+    ],
+)
+def test_a_reference_that_leads_nowhere_is_named(write: Write, url: str, reason: str) -> None:
+    trace = read_trace(write({"custom_id": "a", "body": chat(TEXT)}, {"custom_id": "b", "body": chat(image_url(url))}))
+    assert reasons(trace) == [(2, reason)]
+    assert trace.drops[0].problem
+
+
+def test_a_time_that_no_index_can_hold_is_out_of_range(write: Write) -> None:
+    """Centuries from its start, whatever the unit; eight bytes of nanoseconds end in 2262."""
+    row = {"text_tokens": 1, "output_tokens": 1}
+    trace = read_trace(write(*({"at_ms": at, **row} for at in (9_223_372_036_855, 9_199_999_999_999, 5))))
+    assert reasons(trace) == [(1, "out_of_range")]
+    dates = ("9999-01-01T00:00:00Z,1,1", "1066-10-14T09:00:00Z,1,1", "2024-01-01T00:00:00Z,1,1")
+    trace = read_trace(write("TIMESTAMP,ContextTokens,GeneratedTokens", *dates))
+    assert reasons(trace) == [(2, "out_of_range"), (3, "out_of_range")]
+
+
 def test_a_trace_without_times_takes_them_from_a_rate(write: Write) -> None:
     rows = [{"custom_id": f"r{i}", "body": {"prompt": "x"}} for i in range(4)]
     path = write(*rows)

@@ -29,6 +29,8 @@ from tensorferry.pipeline.replay.window import Window
 NAMED_PER_REASON = 5
 #: A line of AIPerf's multi_turn may have so many turns: the index packs line and turn in eight bytes.
 MAX_TURNS = 1 << 16
+#: Times fit into eight bytes there; for dates, that is until the year 2261.
+MAX_AT_NS = 92 * 10**17
 
 Dropped = Callable[[Drop], None]
 
@@ -81,7 +83,8 @@ class Recording:
             self._make = lambda: LengthRows(chosen)
         else:
             with closing(self._source.lines()) as lines:
-                rows = ((number, str(line, "utf-8", "surrogateescape")) for number, _, line in lines if line.strip())
+                texts = ((number, str(line, "utf-8", "surrogateescape")) for number, _, line in lines)
+                rows = ((number, text) for number, text in texts if text and not text.isspace())
                 self._make = recognise(str(path), list(islice(rows, HEAD_LINES)))
         form = self._make()
         self.name, self.wall, self.timed = form.name, form.wall, form.timed
@@ -196,6 +199,9 @@ class Recording:
                 if self._every_ns is not None:
                     one = msgspec.structs.replace(one, at_ns=one.at_ns + round((tally.read - 1) * self._every_ns))
                 at_ns = one.at_ns
+                if not -MAX_AT_NS < at_ns < MAX_AT_NS:
+                    dropped(self._count(tally, Drop(one.line, "out_of_range", "a time centuries from its start")))
+                    continue
                 if last_ns is None:
                     tally.first_ns = tally.last_ns = at_ns
                 elif at_ns < last_ns:

@@ -17,6 +17,7 @@ from tensorferry.pipeline.replay.request import BrokenRow
 NS = 1_000_000_000
 _MAX_DIGITS = 19  # digits before the point: above every time and count, below anything costly to expand
 _MAX_INT = 10**_MAX_DIGITS
+_MAX_NS = 1 << 63
 _EPOCH = date(1970, 1, 1).toordinal()
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _WALL = re.compile(
@@ -65,8 +66,12 @@ def nanoseconds(value: object, name: str, unit_ns: int) -> int:
     if exact < 0:
         raise BrokenRow("negative", f"{name} is {exact}")
     if isinstance(exact, int):
-        return exact * unit_ns
-    return int((exact * unit_ns).to_integral_value(ROUND_HALF_EVEN))
+        ns = exact * unit_ns
+    else:
+        ns = int((exact * unit_ns).to_integral_value(ROUND_HALF_EVEN))
+    if ns >= _MAX_NS:
+        raise BrokenRow("out_of_range", f"{name} is {exact}, which is centuries")
+    return ns
 
 
 def _checked(value: object, name: str) -> Number:

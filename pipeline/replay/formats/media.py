@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from tensorferry.pipeline.replay.request import BrokenRow, Image
 
@@ -24,10 +24,14 @@ def image_at(reference: object, name: str, *, bare_paths: bool = True) -> Image:
     if scheme == "data:":
         return Image(data=_data(reference, name))
     if scheme == "file:":
-        parts = urlsplit(reference)
+        try:
+            parts = urlsplit(reference)
+            path = unquote(parts.path, errors="strict")
+        except ValueError as problem:  # a broken host, or bytes that are not UTF-8
+            raise BrokenRow("bad_value", f"{name} is {reference[:_SHOWN]!r}, no file: URL: {problem}") from None
         if parts.netloc not in ("", "localhost"):
             raise BrokenRow("remote_image", f"{name} is {reference[:_SHOWN]!r}, on another machine")
-        return Image(path=local_path(unquote_to_bytes(parts.path).decode("utf-8", "surrogateescape"), name))
+        return Image(path=local_path(path, name))
     if "://" in reference:
         raise BrokenRow("remote_image", f"{name} is {reference[:_SHOWN]!r}; replay sends data: and file: only")
     if not bare_paths:
