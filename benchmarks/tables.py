@@ -13,6 +13,9 @@ _DETAILS = (
     ("producer_faults", "faults, producer"),
     ("consumer_faults", "faults, consumer"),
     ("cpu_s_per_gib", "CPU s/GiB"),
+    ("p99_ms", "p99, ms"),
+    ("max_ms", "max, ms"),
+    ("last_ms", "the last, ms"),
     ("wrong", "wrong"),
 )
 
