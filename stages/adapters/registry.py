@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
 from tensorferry.stages.adapters.base import ModelAdapter
-from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions
+from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions, TowerOptions
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
 
 
@@ -19,13 +20,20 @@ class BuiltIn:
     options: type[Spec]
     supports_cuda_vmm_feature_transport: bool
     multimodal: bool = True
+    needs: str | None = None  #: a package that the extra `hf` installs
 
 
 BUILT_IN = {
     "fingerprint": BuiltIn("tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True),
     "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True),
+    "qwen2.5-vl": BuiltIn("tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL", TowerOptions, False, needs="transformers"),
+    "qwen3-vl": BuiltIn("tensorferry.stages.adapters.qwen3_vl:Qwen3VL", TowerOptions, True, needs="transformers"),
     "text-only": BuiltIn("tensorferry.stages.adapters.text_only:TextOnly", TextOnlyOptions, False, multimodal=False),
 }
+
+#: Families of models, as the names of their members start, and whether they carry the opt-in of promise P7. One that is
+#: not named here does not.
+FAMILIES = {"kimi-k2.5": True, "kimi-k3": True, "qwen2-vl": False, "qwen2.5-vl": False, "qwen3-vl": True}
 
 
 def check_model(spec: ModelSpec) -> None:
@@ -55,21 +63,30 @@ def takes_media(name: str) -> bool:
 
 
 def supports_cuda_vmm_feature_transport(name: str) -> bool:
-    """Whether this adapter has opted in to the cuda_vmm feature transport (promise P7); the default is no.
+    """Whether a model has opted in to the cuda_vmm feature transport (promise P7); the default is no.
 
-    Built-in names are answered without an import; a plug-in is imported, as its class attribute is the
-    answer. Raises ConfigError for a name that is neither.
+    name: of an adapter, or of a model of a known family, such as `Qwen/Qwen3-VL-8B-Instruct`. Both are answered without
+    an import; a plug-in is imported, as its class attribute is the answer. Raises ConfigError for any other name.
     """
-    check_reference("model.adapter", name, BUILT_IN)
     if name in BUILT_IN:
         return BUILT_IN[name].supports_cuda_vmm_feature_transport
+    model = name.rpartition("/")[2].lower()
+    for family, opted_in in FAMILIES.items():
+        if model == family or model.startswith(f"{family}-"):
+            return opted_in
+    check_reference("model.adapter", name, BUILT_IN)
     # A plug-in need not inherit from the protocol, so the attribute may be absent; only a plain True opts in.
     return getattr(_class_of(name), "supports_cuda_vmm_feature_transport", False) is True
 
 
 def _class_of(name: str) -> type[Any]:
     """The class behind a checked name. Raises ConfigError."""
-    found = import_class("model.adapter", BUILT_IN[name].reference if name in BUILT_IN else name)
+    built_in = BUILT_IN.get(name)
+    if built_in and built_in.needs and not find_spec(built_in.needs):
+        raise bad_config(
+            "model.adapter", f"{name} needs {built_in.needs}; install it with: pip install 'tensorferry[hf]'"
+        )
+    found = import_class("model.adapter", built_in.reference if built_in else name)
     if not callable(getattr(found, "encode", None)):
         raise bad_config("model.adapter", f"{name!r} is not a model adapter: it has no method encode")
     return found
