@@ -246,6 +246,7 @@ class Result(Wire, frozen=True, tag=31):
     output_tokens: Count
     items: tuple[ItemReport, ...]
     marks: tuple[Mark, ...]
+    token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: the answer, as in TokensPart; often empty
 
 
 class Failure(Wire, frozen=True):
@@ -356,6 +357,7 @@ class Done(Wire, frozen=True, tag=43):
     output_tokens: Count
     digests: tuple[Annotated[bytes, Meta(max_length=64)], ...]  #: one per item, in order
     marks: tuple[Mark, ...]
+    token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: as in Result
 
 
 Message = (

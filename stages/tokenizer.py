@@ -246,6 +246,7 @@ class Tokenizer:
             first.output_tokens,
             items,
             (*marks[:-1], *first.marks, marks[-1]),
+            first.token_ids,
         )
 
     async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:

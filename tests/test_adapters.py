@@ -26,7 +26,7 @@ from tensorferry.stages.adapters import patch_vit, registry
 from tensorferry.stages.adapters.base import ItemInfo, split
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.adapters.options import PatchVitOptions
-from tensorferry.stages.adapters.weights import seeded_weights
+from tensorferry.stages.weights import seeded_weights
 
 FEATURES = 1176
 Grid = tuple[int, int, int]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tensorferry.codecs.errors import BadItem, BadTensor, ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of, view_of
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages import plugin
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.tables import TableCache, Tables, joined
@@ -336,7 +337,7 @@ def test_a_file_of_a_checkpoint_that_is_not_there_is_named(saved: tuple[str, Any
 
 
 def test_without_transformers_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"qwen3-vl needs transformers; install it with: pip install 'tensorferry\[hf\]'"
     ):

@@ -19,8 +19,8 @@ from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.grids import check_grid
 from tensorferry.stages.adapters.options import PatchVitOptions
-from tensorferry.stages.adapters.weights import read_weights, seeded_weights
 from tensorferry.stages.plugin import read_options
+from tensorferry.stages.weights import read_weights, seeded_weights
 
 MERGE = 2  #: patches a side of the block that becomes one embedding, as in Qwen2-VL
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
 from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions, TowerOptions
-from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
+from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,8 @@ def supports_cuda_vmm_feature_transport(name: str) -> bool:
 def _class_of(name: str) -> type[Any]:
     """The class behind a checked name. Raises ConfigError."""
     built_in = BUILT_IN.get(name)
-    if built_in and built_in.needs and not find_spec(built_in.needs):
-        raise bad_config(
-            "model.adapter", f"{name} needs {built_in.needs}; install it with: pip install 'tensorferry[hf]'"
-        )
+    if built_in:
+        require("model.adapter", name, built_in.needs)
     found = import_class("model.adapter", built_in.reference if built_in else name)
     if not callable(getattr(found, "encode", None)):
         raise bad_config("model.adapter", f"{name!r} is not a model adapter: it has no method encode")

@@ -17,8 +17,8 @@ from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.grids import check_grid
 from tensorferry.stages.adapters.options import TowerOptions
 from tensorferry.stages.adapters.tables import Grid, TableCache, Tables, joined
-from tensorferry.stages.adapters.weights import read_weights, seeded_weights
 from tensorferry.stages.plugin import bad_config, read_options
+from tensorferry.stages.weights import read_weights, seeded_weights
 
 CONFIG = "config.json"  #: of a checkpoint directory
 #: What stands before a vision weight's name, in checkpoints of Qwen3-VL and in those of Qwen2.5-VL.

@@ -71,6 +71,7 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.ItemReport(2, (1, 32, 32), 256, "shm", 4_816_896, b"\xde\xad"),),
         (MARK, wire.Mark("answered", LARGEST)),
     ),
+    "result, with its answer": wire.Result(REQUEST, 0, 5, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"),
     "failed": wire.Failed(REQUEST, 1, wire.Failure("BadItem", "item 3: no image", TOKENIZER, 3)),
     "failed, worth a retry": wire.Failed(REQUEST, 1, wire.Failure("PeerGone", "encoder-2: died", ENCODER, -1, True)),
     "busy": wire.Busy(REQUEST, 0, 200, "256 requests in flight (limits.in_flight_requests)"),
@@ -112,6 +113,7 @@ MESSAGES: dict[str, wire.Message] = {
         (MARK,),
     ),
     "done": wire.Done(REQUEST, 0, SCHEDULER, 128, (b"", b"\xbe\xef"), (MARK,)),
+    "done, with its answer": wire.Done(REQUEST, 0, SCHEDULER, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"),
 }
 
 #: Bytes that every implementation must refuse, and why.
