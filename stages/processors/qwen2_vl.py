@@ -1,4 +1,4 @@
-"""Images as Qwen2-VL sees them: resized to whole patches, normalised, cut into patches in merge order.
+"""Images as Qwen2-VL and later see them: resized to whole patches, normalised, cut into patches in merge order.
 
 Equal, bit for bit in float32 and over the same Pillow, to transformers 5.24's Qwen2VLImageProcessorPil for every
 image that both accept (orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule,
@@ -26,6 +26,8 @@ from tensorferry.stages.processors.options import Qwen2VLOptions
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 CHANNELS = len(CLIP_MEAN)
+#: What a share of white becomes: (mean, deviation) of red, green and blue, by the name of the option.
+NORMALISATIONS = {"clip": (CLIP_MEAN, CLIP_STD), "half": ((0.5,) * CHANNELS, (0.5,) * CHANNELS)}
 #: The longer side over the shorter, at most; Qwen2-VL refuses more.
 MAX_ASPECT = 200
 
@@ -46,8 +48,8 @@ class Qwen2VLProcessor:
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
         self.factor = patch * merge  #: pixels of a token's side
         self.features = CHANNELS * frames * patch**2
-        self._levels = _levels(self.options.dtype)
-        self._settings = f"qwen2-vl 1 {self.options.dtype} {patch} {merge} {frames}"
+        self._levels = _levels(self.options.dtype, self.options.normalisation)
+        self._settings = f"qwen2-vl 2 {self.options.normalisation} {self.options.dtype} {patch} {merge} {frames}"
 
     def plan(self, data: bytes | memoryview) -> Plan:
         found = header(data, self.limits)
@@ -75,7 +77,8 @@ class Qwen2VLProcessor:
         from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
 
         options = self.options
-        write_patches(pixels, size, out, options.patch_size, options.merge_size, options.temporal_patch_size)
+        mean, std = NORMALISATIONS[options.normalisation]
+        write_patches(pixels, size, out, options.patch_size, options.merge_size, options.temporal_patch_size, mean, std)
         return self._hash(f"gpu {pixels.shape[1]}x{pixels.shape[0]} {size[0]}x{size[1]}", pixels)
 
     def _hash(self, sizes: str, pixels: npt.NDArray[np.uint8]) -> bytes:
@@ -166,14 +169,14 @@ class Qwen2VLProcessor:
                 target[:, channel] = levels.take(by_channel[channel])
 
 
-def _levels(dtype: str) -> npt.NDArray[np.float32 | np.uint16]:
+def _levels(dtype: str, normalisation: str) -> npt.NDArray[np.float32 | np.uint16]:
     """What each of the 256 levels of each channel becomes: (3, 256) of float32, or of bfloat16's bits.
 
     The arithmetic is in the order and precision of transformers: level times 1/255 in float64, rounded to
     float32; minus the mean and by the deviation in float32.
     """
     scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
-    mean, std = (np.array(values, np.float32)[:, np.newaxis] for values in (CLIP_MEAN, CLIP_STD))
+    mean, std = (np.array(values, np.float32)[:, np.newaxis] for values in NORMALISATIONS[normalisation])
     levels = (scaled - mean) / std
     return levels if dtype == "float32" else bfloat16_bits(levels)
 
