@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from PIL import Image
@@ -53,6 +55,15 @@ def test_images_are_bit_for_bit_those_of_the_pil_processor(name: str, path: Path
         out = View.empty(plan.dtype, plan.shape)
         processor.write(data, plan, out)
         assert torch.equal(out.torch(), pixels.to(getattr(torch, dtype)))
+
+
+def test_the_documented_defaults_are_the_processors() -> None:
+    page = Path(__file__).parent.parent.joinpath("docs", "adapters.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \| .+ \|$", page, re.MULTILINE)
+    for column, name in ((1, "qwen2-vl"), (2, "qwen3-vl")):
+        made: Any = make_processor(name, {}, LIMITS)
+        documented = {row[0]: row[column].strip("`") for row in rows}
+        assert documented == {key: str(value) for key, value in msgspec.structs.asdict(made.options).items()}
 
 
 def test_there_are_pictures_of_many_kinds() -> None:

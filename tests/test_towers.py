@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from tensorferry.codecs.errors import BadItem, BadTensor, ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of, view_of
-from tensorferry.pipeline.config import ModelSpec
+from tensorferry.pipeline.config import ModelSpec, load
 from tensorferry.stages import plugin
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.tables import TableCache, Tables, joined
+from tensorferry.stages.processors.registry import make_processor
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
 
@@ -342,6 +344,31 @@ def test_without_transformers_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch
         ConfigError, match=r"qwen3-vl needs transformers; install it with: pip install 'tensorferry\[hf\]'"
     ):
         make("qwen3-vl")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_deployment_file_of_a_family_needs_only_its_paths_set(name: str, tmp_path: Path) -> None:
+    """Processor and tower of the file fit each other, with a checkpoint of the family."""
+    whole_model(name).save_pretrained(tmp_path)
+    source = Path(__file__).parents[1] / "configs" / f"{name}.yaml"
+    vocabulary = tmp_path / "tokenizer.json"
+    vocabulary.write_text(files("tensorferry.stages.processors").joinpath("bytelevel.json").read_text())
+    text = source.read_text()
+    for key, value in (("path", tmp_path), ("vocabulary", vocabulary)):  # as its comment says
+        text, changed = re.subn(rf"^  # {key}: \S+", f"  {key}: {value}", text, flags=re.MULTILINE)
+        assert changed == 1
+    (tmp_path / "edited.yaml").write_text(text)
+    deployment = load(tmp_path / "edited.yaml")
+    assert deployment == load(source, [f"model.path={tmp_path}", f"tokenizer.vocabulary={vocabulary}"])
+    processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    assert processor.largest_item_nbytes() < deployment.pool.budget_mb << 20
+    data = (source.parents[1] / "examples" / "images" / "rocket.jpg").read_bytes()
+    plan = processor.plan(data)
+    pixels = View.empty(plan.dtype, plan.shape)
+    digest = processor.write(data, plan, pixels)
+    item = ItemInfo(0, plan.modality, plan.grid, plan.patches, plan.rows, digest)
+    outputs = encode(registry.make_adapter(deployment.model, 1), [item], {0: pixels.torch()})
+    assert outputs[0]["embeddings"].shape == (plan.rows, 64)
 
 
 # --- tables -----------------------------------------------------------------------------------------------
