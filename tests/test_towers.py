@@ -154,6 +154,20 @@ def test_transformers_works_nothing_out_of_the_grids(adapter: str) -> None:
 
 
 @pytest.mark.parametrize("adapter", FAMILIES)
+def test_a_forward_pass_reads_nothing_back_from_its_device(adapter: str) -> None:
+    """On torch's meta device a tensor has no values, so that whoever asks for one fails."""
+    tower, meta = make(adapter).tower, torch.device("meta")
+    tables = [tower._tables_of(item.grid) for item in ITEMS]
+    tower._tables.get = lambda grids, device: [each.to(device) for each in tables]
+    tower._follow(meta)
+    patches = sum(item.patches for item in ITEMS)
+    with torch.inference_mode():
+        outputs = tower._forward(torch.empty(patches, FEATURES[adapter], device=meta), [item.grid for item in ITEMS])
+    assert outputs["embeddings"].shape == (patches // 4, 64)
+    assert outputs["embeddings"].device == meta
+
+
+@pytest.mark.parametrize("adapter", FAMILIES)
 def test_without_items_nothing_is_loaded(adapter: str) -> None:
     assert encode(make(adapter), [], {}) == {}
 

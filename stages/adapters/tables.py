@@ -76,6 +76,6 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _moved(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    if device.type != "cuda":
-        return dict(tensors)
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+    if device.type == "cuda":  # from page-locked memory, else the host waits for the copy
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
