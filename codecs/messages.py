@@ -210,7 +210,15 @@ class ImagePart(Wire, frozen=True, tag=3):
     frame: Annotated[int, Meta(ge=0, lt=65536)]
 
 
-Part = TextPart | TokensPart | ImagePart
+class VideoPart(Wire, frozen=True, tag=4):
+    """A video, one item: encoded pictures of one size, frames `first .. first+count` of this message, in order."""
+
+    first: Annotated[int, Meta(ge=0, lt=65536)]
+    count: Annotated[int, Meta(ge=1, lt=65536)]
+    frames_per_1000_s: Index = 0  #: 0: not known
+
+
+Part = TextPart | TokensPart | ImagePart | VideoPart
 
 
 class Submit(Wire, frozen=True, tag=30):

@@ -22,8 +22,17 @@ from tensorferry.pipeline.runtime import Runtime
 
 log = structlog.get_logger()
 
-#: A piece of a prompt, in order: text, token ids (int32), or an encoded image.
-Part = str | bytes | memoryview | npt.NDArray[np.int32]
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video, one item of a prompt: encoded pictures of one size, in order."""
+
+    frames: Sequence[bytes | memoryview]
+    fps: float | None = None  #: how many of them are a second. None: not known, and all of them are looked at
+
+
+#: A piece of a prompt, in order: text, token ids (int32), an encoded image, or a video.
+Part = str | bytes | memoryview | npt.NDArray[np.int32] | Video
 Outcome = wire.Result | wire.Failed | wire.Busy
 
 SLACK_S = 2.0  #: beyond a request's deadline, for its outcome to come
@@ -271,6 +280,11 @@ def _part(part: Part, frames: list[Buffer]) -> wire.Part:
         if part.dtype.kind not in "iu" or part.ndim != 1 or (part.size and not 0 <= part.min() <= part.max() < 1 << 31):
             raise BadRequest(f"token ids of {part.dtype} {part.shape}: a row of integers from 0 to 2^31-1 is needed")
         return wire.TokensPart(part.astype("<i4").tobytes())
+    if isinstance(part, Video):
+        if not part.frames or (part.fps is not None and not 0.001 <= part.fps <= 1e6):
+            raise BadRequest(f"a video of {len(part.frames)} frames at {part.fps} fps; give one frame or more, fps > 0")
+        frames += part.frames
+        return wire.VideoPart(len(frames) - len(part.frames), len(part.frames), round((part.fps or 0.0) * 1000))
     frames.append(part)
     return wire.ImagePart(len(frames) - 1)
 

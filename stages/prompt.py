@@ -12,8 +12,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.config import LimitsSpec
-from tensorferry.stages.processors.base import BadMedia, Plan, Processor
-from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.processors.base import BadMedia, Clip, Media, Plan, Processor, plan
+from tensorferry.stages.processors.text import Rows, TextEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Prompt:
 
     token_ids: npt.NDArray[np.int32]
     spans: Sequence[tuple[int, int]]
-    media: Sequence[Buffer]
+    media: Sequence[Media]
     plans: Sequence[Plan]
 
 
@@ -34,8 +34,8 @@ class Planner:
 
     def plan(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Prompt:
         """From headers alone: the tokens, where the placeholders go, and every tensor's shape."""
-        parts: list[npt.NDArray[np.int32] | int] = []
-        media: list[Buffer] = []
+        parts: list[npt.NDArray[np.int32] | Rows] = []
+        media: list[Media] = []
         plans: list[Plan] = []
         for part in submit.parts:
             match part:
@@ -43,23 +43,16 @@ class Planner:
                     parts.append(self._text.encode(text))
                 case wire.TokensPart(ids=ids):
                     parts.append(self._text.read_ids(ids))
-                case wire.ImagePart(frame=frame):
+                case wire.ImagePart() | wire.VideoPart():
                     index = len(plans)
                     if index >= self._limits.request_items:
                         raise BadRequest(f"more than {self._limits.request_items} items (limits.request_items)")
-                    if frame >= len(frames):
-                        raise BadItem(index, f"its bytes should be frame {frame}, but the message has {len(frames)}")
-                    if len(frames[frame]) > self._limits.item_mb << 20:
-                        raise BadItem(
-                            index, f"{len(frames[frame])} encoded bytes; limits.item_mb is {self._limits.item_mb}"
-                        )
                     try:
-                        plan = self._processor.plan(frames[frame])
+                        media.append(self._media(part, frames))
+                        plans.append(plan(self._processor, media[-1]))
                     except BadMedia as problem:
                         raise BadItem(index, str(problem)) from None
-                    media.append(frames[frame])
-                    plans.append(plan)
-                    parts.append(plan.rows)
+                    parts.append(Rows(plans[-1].rows, plans[-1].modality))
         token_ids, spans = self._text.assemble(parts)
         if len(token_ids) > self._limits.request_tokens:
             raise BadRequest(f"{len(token_ids)} tokens; limits.request_tokens is {self._limits.request_tokens}")
@@ -69,3 +62,16 @@ class Planner:
                 f"pixel tensors of {pixels_nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}"
             )
         return Prompt(token_ids, spans, media, plans)
+
+    def _media(self, part: wire.ImagePart | wire.VideoPart, frames: Sequence[Buffer]) -> Media:
+        """The bytes of an item. Raises BadMedia where they are not there, or too many."""
+        first, count = (part.first, part.count) if isinstance(part, wire.VideoPart) else (part.frame, 1)
+        if first + count > len(frames):
+            raise BadMedia(f"its bytes should be frame {first + count - 1}, but the message has {len(frames)}")
+        nbytes = sum(len(frame) for frame in frames[first : first + count])
+        if nbytes > self._limits.item_mb << 20:
+            raise BadMedia(f"{nbytes} encoded bytes; limits.item_mb is {self._limits.item_mb}")
+        if isinstance(part, wire.VideoPart):
+            return Clip(frames[first : first + count], part.frames_per_1000_s / 1000 or None)
+        image: bytes | memoryview = frames[first]
+        return image

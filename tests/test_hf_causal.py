@@ -28,7 +28,7 @@ from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.engines import registry
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.processors.text import Rows, TextEncoder
 from tensorferry.stages.scheduler import token_bytes
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
@@ -222,7 +222,7 @@ def answered_here(deployment: Deployment, parts: Sequence[Part], output_tokens: 
         pixels[len(items)] = out = View.empty(plan.dtype, plan.shape)
         digest = processor.write(part, plan, out)
         items.append(ItemInfo(len(items), plan.modality, plan.grid, plan.patches, plan.rows, digest))
-        pieces.append(plan.rows)
+        pieces.append(Rows(plan.rows))
     ids, spans = text.assemble(pieces)
     outputs: dict[int, View] = {}
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.stages.processors.base import Clip, plan, write
 from tensorferry.stages.processors.image import upright
 from tensorferry.stages.processors.options import QWEN3_VL
 from tensorferry.stages.processors.registry import make_processor
@@ -55,6 +58,43 @@ def test_images_are_bit_for_bit_those_of_the_pil_processor(name: str, path: Path
         out = View.empty(plan.dtype, plan.shape)
         processor.write(data, plan, out)
         assert torch.equal(out.torch(), pixels.to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl"])
+@pytest.mark.parametrize(("size", "levels"), [((512, 256), 0), ((500, 300), 8)], ids=["as it is", "resized"])
+def test_videos_are_near_those_of_the_video_processor(name: str, size: tuple[int, int], levels: int) -> None:
+    """levels: of 256, how far apart Pillow's and torchvision's bicubic interpolation may be; those of frames that need
+    none differ by rounding in float32."""
+    pytest.importorskip("torchvision", reason="torchvision is not installed; transformers needs it for videos")
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    if name == "qwen2-vl":
+        video, size = Qwen2VLVideoProcessor(cap_pixels_per_frame=False), (size[0] // 32 * 28, size[1] // 32 * 28)
+    else:
+        limits = {"shortest_edge": QWEN3_VL["video_min_pixels"], "longest_edge": QWEN3_VL["video_max_pixels"]}
+        video = Qwen3VLVideoProcessor(size=limits, cap_pixels_per_frame=False)
+    size = (size[0] + (4 if levels else 0), size[1])
+    with Image.open(IMAGES[0].parent / "rocket.jpg") as photo:
+        pictures = [photo.convert("RGB").crop((20 * n, 10, 20 * n + size[0], 10 + size[1])) for n in range(5)]
+    frames = torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in pictures])
+    expected = video(videos=[frames], return_tensors="pt", do_sample_frames=False)
+    clip = Clip([png(picture) for picture in pictures], None)
+    processor = make_processor(name, {}, LIMITS)
+    planned = plan(processor, clip)
+    assert [list(planned.grid)] == expected["video_grid_thw"].tolist()
+    out = View.empty(planned.dtype, planned.shape)
+    write(processor, clip, planned, out)
+    apart = (out.torch() - expected["pixel_values_videos"]).abs()
+    level = 1 / 255 / (0.5 if name == "qwen3-vl" else 0.26)
+    assert apart.max() < levels * level + 1e-4
+    assert apart.mean() < 0.1 * level
+
+
+def png(image: Image.Image) -> bytes:
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return file.getvalue()
 
 
 def test_the_documented_defaults_are_the_processors() -> None:
