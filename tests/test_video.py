@@ -131,6 +131,7 @@ def test_sampled_frames_are_there_and_in_order(options: Qwen2VLOptions) -> None:
         (768, 64, 48, (392, 280), (64, 64)),
         (2, 8, 8, (336, 336), (64, 64)),
         (7, 500, 31, (1288, 84), (512, 32)),
+        (3, 2560, 2560, (756, 756), (2880, 2880)),  # 3 count as 4, which are too many, and then as 3, which are not
     ],
 )
 def test_sizes_are_those_of_transformers(
@@ -292,18 +293,18 @@ async def running(file: Path) -> AsyncIterator[Client]:
 async def test_a_video_through_a_whole_deployment(tmp_path: Path, short_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text(DEPLOYMENT.format(runtime_dir=short_path / "run"))
-    clip, image = clip_of(9, 96, 64, fps=4.0), png(noise(100, 80, 50))
+    clip, image = clip_of(9, 96, 64, fps=3.0), png(noise(100, 80, 50))
     by = processor("qwen3-vl")
     planned, out, _ = written(by, clip)
     still = by.plan(image)
     pixels = View.empty(still.dtype, still.shape)
     by.write(image, still, pixels)
     async with running(file) as client:
-        parts = ["What happens here? ", Video(clip.frames, fps=4.0), " And here? ", image]
+        parts = ["What happens here? ", Video(clip.frames, fps=3.0), " And here? ", image]
         result = await client.submit(parts, output_tokens=1)
         assert isinstance(result, wire.Result), result
         assert [item.grid for item in result.items] == [planned.grid, still.grid]
-        assert planned.grid[0] == 2  # 9 frames of 4 a second are 4 of 2 a second
+        assert planned.grid[0] == 3  # 9 frames of 3 a second are 6 of 2 a second
         assert [item.digest for item in result.items] == [
             fingerprint_of(view.data.data, view.dtype, view.shape) for view in (out, pixels)
         ]
