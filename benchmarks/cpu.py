@@ -56,7 +56,7 @@ def cpu(scale: Scale) -> Outcome:
 async def _measured(scale: Scale) -> dict[str, list[float]]:
     """Milliseconds of CPU a request, by how many are in flight and by stage."""
     found: dict[str, list[float]] = {}
-    with TemporaryDirectory(prefix="ferry-") as folder, _running(Path(folder)) as deployment:
+    with TemporaryDirectory(prefix="ferry-") as folder, running(Path(folder), DEPLOYMENT) as deployment:
         runtime = Runtime.of(deployment)
         async with Client.connect(deployment, timeout_s=START_S) as client:
             pids = {stage: _pid(runtime, stage) for stage in STAGES}
@@ -88,10 +88,10 @@ async def _requests(client: Client, count: int, in_flight: int) -> None:
 
 
 @contextmanager
-def _running(folder: Path) -> Iterator[Deployment]:
-    """`tensorferry up`, ready, its log in a file."""
+def running(folder: Path, text: str) -> Iterator[Deployment]:
+    """`tensorferry up`, ready, its log in a file. text: of its file, where `{folder}` is the folder."""
     file, log = folder / "deployment.yaml", folder / "log"
-    file.write_text(DEPLOYMENT.format(folder=folder), encoding="utf-8")
+    file.write_text(text.format(folder=folder), encoding="utf-8")
     command = [sys.executable, "-m", "tensorferry", "up", "--config", str(file)]
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # for our plug-ins
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from benchmarks import codec, cpu, handover, leases
+from benchmarks import batches, codec, cpu, handover, leases
 from benchmarks.results import FULL, QUICK, SMOKE, Outcome, Scale
 from benchmarks.tables import table
 
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[Scale], Outcome]] = {
     "leases": leases.leases,
     "scan": leases.scan,
     "cpu": cpu.cpu,
+    "batches": batches.batches,
 }
 
 

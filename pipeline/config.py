@@ -50,8 +50,11 @@ class TokenizerSpec(Spec, frozen=True):
 
 class EncoderSpec(Spec, frozen=True):
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
-    assignment: Literal["balanced"] = "balanced"
+    assignment: Literal["balanced", "affinity"] = "balanced"  #: affinity: equal content to the same rank
     threads: Annotated[int, Meta(ge=1, le=256)] = 1  #: compute threads of each rank
+    batch_patches: NonNegative = 16384  #: requests share a call of the adapter up to this; 0: each has its own
+    batch_wait_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0  #: how long an idle rank waits for more requests
+    cache_mb: Annotated[int, Meta(ge=0, lt=1 << 20)] = 0  #: MiB of embeddings that each rank keeps; 0: none
     devices: Devices | None = None
 
 

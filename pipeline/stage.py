@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,6 +67,7 @@ class Stage:
     tasks: asyncio.TaskGroup
     device: int | None  #: the GPU this process works on, wherever its pool is; None: it needs none
     in_flight: Callable[[], int] = field(default=lambda: 0)  #: set by the stage, for heartbeats
+    numbers: Callable[[], Mapping[str, float]] = field(default=dict)  #: its own gauges, the same
 
     @property
     def epoch(self) -> int:
@@ -117,6 +118,7 @@ class Stage:
         if self.publisher.pool is not None:
             statistics = self.publisher.pool.statistics()
             numbers |= {f"pool_{name}": getattr(statistics, name) for name in statistics.__struct_fields__}
+        numbers |= self.numbers()
         for name, value in numbers.items():
             self.counters.gauge(name, value)
         return tuple(wire.Gauge(name, value) for name, value in numbers.items())

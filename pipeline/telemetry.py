@@ -34,6 +34,7 @@ COUNTERS = {
     "answers_undeliverable": "Answers to clients that had left or did not keep up",
     "reports_late": "Reports about requests that were over",
     "jobs_late": "Jobs of requests that were over when an encoder came to them",
+    "batches_encoded_anew": "Batches that an encoder took apart because of a request that failed",
     "embeddings_late": "Embeddings of requests that were over",
     "messages_refused": "Messages that did not decode, broke a limit, or came to the wrong stage",
     "messages_crashed": "Messages that brought out a bug; each ended alone",

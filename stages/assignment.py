@@ -1,12 +1,31 @@
-"""Which encoder rank encodes which item: one pure function that every process computes alike (promise E1)."""
+"""Which encoder rank encodes which item: pure functions that every process computes alike (promise E1).
+
+Which of them is the deployment's (`encoder.assignment`), so that it stands in one file which everybody has read, and
+not in each message: an encoder checks what it is sent by its own file, whatever the sender believes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import heapify, heapreplace
+from typing import Literal
 
 from tensorferry.codecs.errors import BadMessage
+
+Assignment = Literal["balanced", "affinity"]
+
+
+def owners(
+    assignment: Assignment, request: bytes, patches: Sequence[int], contents: Sequence[bytes], ranks: Sequence[int]
+) -> list[int]:
+    """The owner of every item, in item order, as a place in `ranks`: the numbers of the ranks that take work now.
+
+    patches, contents: the patch count and the content hash of every item. Raises BadMessage as `assign` and `affine`.
+    """
+    if assignment == "affinity":
+        return affine(contents, ranks)
+    return assign(request, patches, len(ranks))
 
 
 def first_rank(request: bytes, ranks: int) -> int:
@@ -21,7 +40,7 @@ def first_rank(request: bytes, ranks: int) -> int:
 
 
 def assign(request: bytes, patches: Sequence[int], ranks: int) -> list[int]:
-    """The rank, 0 .. ranks-1, of every item, in item order.
+    """`balanced`: the rank, 0 .. ranks-1, of every item, in item order.
 
     request: the request id. patches: the patch count of every item, each >= 0. Raises BadMessage for less
     than one rank or a negative count: both come from a peer.
@@ -43,3 +62,27 @@ def assign(request: bytes, patches: Sequence[int], ranks: int) -> list[int]:
         owners[index] = (first + place) % ranks
         heapreplace(loads, (load + patches[index], place))
     return owners
+
+
+def affine(contents: Sequence[bytes], ranks: Sequence[int]) -> list[int]:
+    """`affinity`: the place in `ranks` of every item, in item order; equal content goes to the same rank.
+
+    contents: the content hash of every item. ranks: the ranks' numbers, 0 .. 2^31-1 each. Raises BadMessage for none.
+
+    Rendezvous hashing: the rank with the greatest weight, of equal ones the first in the list. The weight of a rank
+    is the 8-byte BLAKE2b of the content hash and then the rank's number in 4 bytes, big-endian; all read as
+    big-endian integers. So the loss of a rank moves its own contents and no others, and its return brings them back.
+    Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996.
+
+    Nothing here balances: how even the load is depends on how many contents there are, and how popular each is.
+    """
+    if not ranks:
+        raise BadMessage("an assignment over 0 ranks")
+    numbers = [rank.to_bytes(4, "big") for rank in ranks]
+
+    def place(content: bytes) -> int:
+        weights = [blake2b(content + number, digest_size=8).digest() for number in numbers]
+        return weights.index(max(weights))  # bytes of one length compare as big-endian integers do
+
+    chosen = {content: place(content) for content in set(contents)}
+    return [chosen[content] for content in contents]

@@ -1,10 +1,12 @@
-"""Encoder data-parallel ranks: a request's items in, embeddings of those this rank owns out to the schedulers."""
+"""Encoder data-parallel ranks: requests' items in, embeddings of those this rank owns out to the schedulers.
+
+Requests that wait together share a call of the adapter; each fails alone, and gets a message of its own.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -16,17 +18,20 @@ from structlog.contextvars import bound_contextvars
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.consumers import acknowledging
 from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone
-from tensorferry.codecs.frames import Buffer, open_inline
+from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft
-from tensorferry.codecs.tensors import View, dtype_of
-from tensorferry.pipeline.config import Deployment, encoder_pool_nbytes
+from tensorferry.pipeline.config import MIB, Deployment, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import PoolShare, Stage, opened
-from tensorferry.stages.adapters.base import ItemInfo, ModelAdapter
+from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
-from tensorferry.stages.assignment import assign
-from tensorferry.stages.staging import stage, wait_ready
+from tensorferry.stages.assignment import owners
+from tensorferry.stages.call import Call, Made
+from tensorferry.stages.embeddings import EmbeddingCache
+from tensorferry.stages.features import Features
+from tensorferry.stages.jobs import Job, Jobs
+from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
@@ -59,10 +64,13 @@ class Encoder:
 
     def __init__(self, stage: Stage, adapter: ModelAdapter, thread: ThreadPoolExecutor) -> None:
         self._stage, self._adapter, self._thread = stage, adapter, thread
-        self._jobs: asyncio.Queue[tuple[wire.Encode, Sequence[Buffer]]] = asyncio.Queue()
+        spec = stage.deployment.encoder
+        self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
+        self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
         self._over = Tombstones()
-        self._in_flight = 0
-        stage.in_flight = lambda: self._in_flight
+        self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
+        stage.in_flight = lambda: self._jobs.unfinished
+        stage.numbers = self._numbers
 
     async def hear(self) -> None:
         """Take what peers send, for ever."""
@@ -74,8 +82,7 @@ class Encoder:
     def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
         match message:
             case wire.Encode(to=to) as job if to == self._stage.epoch:
-                self._in_flight += 1
-                self._jobs.put_nowait((job, frames))
+                self._jobs.put_nowait(Job(job, Features(self._stage.reader, job, frames)))
             case wire.Encode():
                 self._stage.counters.count("mail_of_a_former_life")
             case wire.Cancel(request=request, attempt=attempt):
@@ -85,71 +92,136 @@ class Encoder:
                     self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
 
     async def encode(self) -> None:
-        """Take a job, load what this rank owns, encode it, send the embeddings; for ever."""
+        """Take the jobs that wait, as many as share a call, encode them, send each its embeddings; for ever."""
         while True:
-            await self._run(*await self._jobs.get())  # in a frame of its own: a rank that waits keeps no job
-            self._in_flight -= 1
-            self._jobs.task_done()
-
-    async def _run(self, job: wire.Encode, frames: Sequence[Buffer]) -> None:
-        with bound_contextvars(request=job.request.hex()):
-            marks = [wire.Mark("encoding", time.monotonic_ns())]
-            with ExitStack() as embeddings:
-                try:
-                    made = await self._encode(job, frames, embeddings)
-                    if self._stage.device is not None:
-                        await stage(lambda: self._ways(job, made))
-                    marks.append(wire.Mark("encoded", time.monotonic_ns()))
-                    self._send(job, made, tuple(marks))
-                except Exception as problem:
-                    self._stage.outlive(problem)
-                    self._report(job, problem)
+            self._jobs.done(await self._run(await self._jobs.take()))  # a rank that waits keeps no job
 
     async def drain(self) -> None:
         """Take no more jobs, and finish those that are here."""
         self._stage.peers.tell(wire.Drain(self._stage.origin))
-        log.info("draining", in_flight=self._in_flight)
+        log.info("draining", in_flight=self._jobs.unfinished)
+        self._jobs.hurry()
         await self._jobs.join()
 
-    async def _encode(self, job: wire.Encode, frames: Sequence[Buffer], embeddings: ExitStack) -> Sequence[Made]:
-        """Run the adapter over the owned items; every payload that came is released, whatever happens."""
-        features = Features(self._stage, job, frames)
+    async def _run(self, jobs: Sequence[Job]) -> int:
+        """Answer for each of these; every payload that came is released, whatever happens. Returns how many."""
         try:
-            late = partial(self._is_late, job)
-            if not late():
-                owned, patience_s = self._owned(job), self._stage.deployment.timeouts.ready_s
-                await wait_ready(self._stage.reader, features.payloads, patience_s, unless=late)
-            if late():
-                self._stage.counters.count("jobs_late")
-                return []
-            outputs = Outputs(self._stage, owned, embeddings)
-            await run_to_end(self._thread, lambda: self._adapter.encode(owned, features.load, outputs.out))
-            return outputs.finished()
+            await self._encode([job for job in jobs if not self._is_late(job) and self._is_ours(job)])
         finally:
-            features.close()
+            for job in jobs:
+                job.close()
+        return len(jobs)
 
-    def _is_late(self, job: wire.Encode) -> bool:
+    async def _encode(self, jobs: Sequence[Job], *, anew: bool = False) -> None:
+        """Encode these in one call of the adapter.
+
+        If it fails, whoever is at fault is told, and the others are encoded anew: together the first time, where it is
+        known who is at fault, and otherwise each alone. So nobody is encoded more than three times, however many are
+        bad; and a batch that is too much for the memory there is fails nobody who is not, alone.
+        """
+        if not jobs:
+            return
+        with ExitStack() as embeddings:
+            call = Call(jobs, self._cache, self._stage.publisher, self._stage.device, embeddings)
+            marks = [wire.Mark("encoding", time.monotonic_ns())]
+            try:
+                wanted = await self._wanted(jobs, call)
+                if len(wanted) == len(jobs):
+                    await run_to_end(self._thread, lambda: call.run(self._adapter))
+                    if self._stage.device is not None:
+                        await stage(lambda: [way for job in jobs for way in self._ways(job.message, call.made(job))])
+            except Exception as problem:
+                self._stage.outlive(problem)
+                innocent, together = self._blame(jobs, call, problem)
+                innocent = [job for job in innocent if not self._is_late(job)]
+            else:
+                if len(wanted) < len(jobs):
+                    await self._encode(wanted, anew=anew)
+                    return
+                marks.append(wire.Mark("encoded", time.monotonic_ns()))
+                self._count(call)
+                for job in jobs:
+                    self._answer(job.message, call.made(job), tuple(marks))
+                return
+        for group in [innocent] if together and not anew else [[job] for job in innocent]:
+            await self._encode(group, anew=True)
+
+    def _blame(self, jobs: Sequence[Job], call: Call, problem: Exception) -> tuple[list[Job], bool]:
+        """Tell the owners of the requests that a failure is due to; returns the others, and whether it was anybody."""
+        faults = call.at_fault(problem)
+        if len(jobs) == 1:
+            faults = {jobs[0]: faults.get(jobs[0], problem)}
+        for job, fault in faults.items():
+            self._report(job.message, fault)
+        innocent = [job for job in jobs if job not in faults]
+        if innocent:
+            self._stage.counters.count("batches_encoded_anew")
+            log.info("batch_failed", kind=type(problem).__name__, problem=str(problem), at_fault=len(faults))
+        return innocent, bool(faults)
+
+    async def _wanted(self, jobs: Sequence[Job], call: Call) -> list[Job]:
+        """Wait until the features of these are written, or one of them is over; those that somebody waits for."""
+        patience_s = self._stage.deployment.timeouts.ready_s
+        await call.wait_ready(self._stage.reader, patience_s, unless=lambda: any(map(self._is_over, jobs)))
+        return [job for job in jobs if not self._is_late(job)]
+
+    def _is_over(self, job: Job) -> bool:
         """Whether nobody waits for it any more."""
-        return self._over.covers(job.request, job.attempt) or time.monotonic_ns() > job.deadline_ns
+        message = job.message
+        return self._over.covers(message.request, message.attempt) or time.monotonic_ns() > message.deadline_ns
 
-    def _owned(self, job: wire.Encode) -> list[ItemInfo]:
-        """This rank's items, by the assignment that every process computes alike. Raises BadMessage."""
-        items = [
-            ItemInfo(index, item.modality, item.grid, prod(item.grid), item.rows, item.content_hash)
-            for index, item in enumerate(job.items)
-        ]
-        owners = assign(job.request, [item.patches for item in items], max(1, len(job.encoders)))
-        mine = [
-            item
-            for item, owner in zip(items, owners, strict=True)
-            if job.encoders and job.encoders[owner].epoch == self._stage.epoch
-        ]
-        sent = [index for index, item in enumerate(job.items) if item.payload is not None]
-        if [item.index for item in mine] != sent:
-            raise BadMessage(
-                f"the assignment gives this rank items {[item.index for item in mine]}, but the message carries {sent}"
+    def _is_late(self, job: Job) -> bool:
+        if late := self._is_over(job):
+            self._stage.counters.count("jobs_late")
+        return late
+
+    def _is_ours(self, job: Job) -> bool:
+        """Whether the message has the items that are this rank's, by the assignment that every process computes alike;
+        if not, its owner is told."""
+        message, assignment = job.message, self._stage.deployment.encoder.assignment
+        try:
+            places = owners(
+                assignment,
+                message.request,
+                [prod(item.grid) for item in message.items],
+                [item.content_hash for item in message.items],
+                [rank.rank for rank in message.encoders],
             )
-        return mine
+            epochs = [message.encoders[place].epoch for place in places]
+            mine = [index for index, epoch in enumerate(epochs) if epoch == self._stage.epoch]
+            if mine != (sent := [item.info.index for item in job.items]):
+                raise BadMessage(
+                    f"encoder.assignment: {assignment} gives this rank items {mine}, but the message carries {sent}"
+                )
+        except BadMessage as problem:
+            self._report(message, problem)
+            return False
+        return True
+
+    def _unknown_patches(self, job: Job) -> int:
+        """How many patches of a job are to be encoded, as the cache is now."""
+        cache = self._cache
+        return sum(item.info.patches for item in job.items if cache is None or item.content not in cache)
+
+    def _count(self, call: Call) -> None:
+        self._calls += bool(call.items)
+        self._encoded += len(call.items)
+        self._found += call.found
+
+    def _numbers(self) -> Mapping[str, float]:
+        """For the heartbeats: calls that went well and the items they had are the mean batch."""
+        numbers = {"encode_calls": self._calls, "encoded_items": self._encoded}
+        if self._cache is not None:
+            numbers |= {"cache_hits": self._found, "cache_misses": self._encoded, "cache_nbytes": self._cache.nbytes}
+        return numbers
+
+    def _answer(self, job: wire.Encode, made: Sequence[Made], marks: tuple[wire.Mark, ...]) -> None:
+        with bound_contextvars(request=job.request.hex()):
+            try:
+                self._send(job, made, marks)
+            except Exception as problem:
+                self._stage.outlive(problem)
+                self._report(job, problem)
 
     def _readers(self, job: wire.Encode) -> Sequence[wire.Rank]:
         """The scheduler ranks that read the embeddings of a request."""
@@ -159,7 +231,7 @@ class Encoder:
     def _ways(self, job: wire.Encode, made: Sequence[Made]) -> list[tuple[Draft, int | None]]:
         """Every draft with its column at each reader that is there."""
         ways: list[tuple[Draft, int | None]] = []
-        for rank in self._readers(job) if made else ():
+        for rank in self._readers(job):
             with suppress(PeerGone):  # `_send` says so
                 column = self._stage.peers.taker("scheduler", rank.rank, rank.epoch).column
                 ways += [(draft, column) for item in made for draft in item.outputs.values()]
@@ -205,9 +277,9 @@ class Encoder:
         self._over.add(job.request, job.attempt)
         item = problem.index if isinstance(problem, BadItem) else -1
         if isinstance(problem, FerryError):
-            log.info("failed", kind=type(problem).__name__, problem=str(problem))
+            log.info("failed", request=job.request.hex(), kind=type(problem).__name__, problem=str(problem))
         else:
-            log.exception("encode_crashed")
+            log.error("encode_crashed", request=job.request.hex(), exc_info=problem)
         text = str(problem) if isinstance(problem, FerryError) else f"{type(problem).__name__}: {problem}"
         kind = type(problem).__name__ if isinstance(problem, FerryError) else "EncodeError"
         retryable = isinstance(problem, PeerBusy | PeerGone)
@@ -215,94 +287,3 @@ class Encoder:
         with suppress(PeerGone):
             owner = self._stage.peers.get(job.owner.stage, job.owner.rank, job.owner.epoch)
             self._stage.peers.send(owner, wire.Failed(job.request, job.attempt, failure))
-
-
-class Features:
-    """The payloads of one job: each is read at most once and released exactly once."""
-
-    def __init__(self, stage: Stage, job: wire.Encode, frames: Sequence[Buffer]) -> None:
-        self._stage, self._frames = stage, frames
-        self._payloads = {index: item.payload for index, item in enumerate(job.items) if item.payload is not None}
-        self._borrowed = ExitStack()
-
-    @property
-    def payloads(self) -> Sequence[wire.Payload]:
-        """Those that nobody has loaded."""
-        return list(self._payloads.values())
-
-    def load(self, indices: Sequence[int]) -> View:
-        """The pixels of these items, one after the other; a single item is borrowed where it lies."""
-        device, reader = self._stage.device, self._stage.reader
-        if len(indices) == 1 and (device is None or isinstance(self._payloads.get(indices[0]), wire.Proxy)):
-            return self._borrowed.enter_context(reader.open(self._take(indices[0]), self._frames))
-        payloads = [self._checked(index) for index in indices]
-        dtype, width = (dtype_of(payloads[0].dtype), payloads[0].shape[1:]) if payloads else ("float32", (0,))
-        for index, payload in zip(indices, payloads, strict=True):
-            if not payload.shape or (dtype_of(payload.dtype), payload.shape[1:]) != (dtype, width):
-                found = f"{dtype_of(payload.dtype)} {payload.shape}"
-                raise BadItem(index, f"features of {found} in a batch of {dtype} {width}")
-        batch = View.empty(dtype, (sum(payload.shape[0] for payload in payloads), *width), device)
-        start = 0
-        for index, payload in zip(indices, payloads, strict=True):
-            end = start + payload.shape[0]
-            reader.copy(self._take(index), batch.rows(start, end), self._frames)
-            start = end
-        return batch
-
-    def close(self) -> None:
-        """Give back what is borrowed, and abandon what was never read."""
-        self._borrowed.close()
-        for payload in self._payloads.values():
-            with suppress(FerryError):  # over already, or its producer is gone: nothing is owed
-                self._stage.reader.acknowledge(payload)
-        self._payloads.clear()
-
-    def _checked(self, index: int) -> wire.Payload:
-        """A payload that does not lie, so that memory can be taken for what it says. Raises as `Reader.open`."""
-        payload = self._payloads.get(index)
-        if isinstance(payload, wire.Proxy):
-            self._stage.reader.is_ready(payload)
-        elif payload is not None:
-            open_inline(payload, self._frames)
-        return payload or self._take(index)
-
-    def _take(self, index: int) -> wire.Payload:
-        payload = self._payloads.pop(index, None)
-        if payload is None:
-            raise BadItem(index, "its features were loaded already, or never sent")
-        return payload
-
-
-class Made:
-    """The embeddings of one item, written and not yet sent."""
-
-    def __init__(self, info: ItemInfo) -> None:
-        self.info = info
-        self.outputs: dict[str, Draft] = {}
-
-
-class Outputs:
-    """Where an adapter writes: leases of this rank's own pool, for as long as `block` lasts."""
-
-    def __init__(self, stage: Stage, items: Sequence[ItemInfo], block: ExitStack) -> None:
-        self._stage, self._block = stage, block
-        self._made = {item.index: Made(item) for item in items}
-
-    def out(self, index: int, name: str, shape: tuple[int, ...], dtype: str) -> View:
-        made = self._made.get(index)
-        if made is None or name in made.outputs:
-            raise BadItem(index, f"the adapter asked twice for output {name!r}, or for an item it does not have")
-        draft = made.outputs[name] = self._block.enter_context(self._stage.publisher.draft([(dtype, shape)]))
-        return draft.views[0]
-
-    def finished(self) -> Sequence[Made]:
-        """All items, each with outputs of the rows it must have. Raises BadItem."""
-        for index, made in self._made.items():
-            first = next(iter(made.outputs.values()), None)
-            if first is None:
-                raise BadItem(index, "the adapter made no output for it")
-            if first.views[0].shape[:1] != (made.info.rows,):
-                raise BadItem(
-                    index, f"the adapter made embeddings of shape {first.views[0].shape} for {made.info.rows} rows"
-                )
-        return list(self._made.values())

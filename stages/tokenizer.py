@@ -30,7 +30,7 @@ from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
-from tensorferry.stages.assignment import assign
+from tensorferry.stages.assignment import owners
 from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
@@ -224,10 +224,10 @@ class Tokenizer:
             drafts = [leases.enter_context(self._stage.publisher.draft(layout, patient=False)) for layout in layouts]
             hashes = await self._process(prompt, drafts)
             if self._stage.device is not None:
-                await stage(lambda: self._ways(request.submit, prompt, drafts))
+                await stage(lambda: self._ways(request.submit, prompt, drafts, hashes))
             marks.append(wire.Mark("processed", time.monotonic_ns()))
             deadline_ns = marks[0].at_ns + int(timeout_s * 1e9)
-            owners = self._send(request, prompt, drafts, hashes, deadline_ns)
+            encoded_by = self._send(request, prompt, drafts, hashes, deadline_ns)
         marks.append(wire.Mark("sent", time.monotonic_ns()))
         await request.finished.wait()
         if request.failure is not None:
@@ -236,7 +236,7 @@ class Tokenizer:
         digests = first.digests or (b"",) * len(drafts)
         items = tuple(
             wire.ItemReport(owner, plan.grid, plan.rows, draft.transport, draft.nbytes, digest)
-            for owner, plan, draft, digest in zip(owners, prompt.plans, drafts, digests, strict=True)
+            for owner, plan, draft, digest in zip(encoded_by, prompt.plans, drafts, digests, strict=True)
         )
         marks.append(wire.Mark("answered", time.monotonic_ns()))
         return wire.Result(
@@ -292,11 +292,20 @@ class Tokenizer:
             raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
         return [task.result() for task in tasks]
 
-    def _ways(self, submit: wire.Submit, prompt: Prompt, drafts: Sequence[Draft]) -> list[tuple[Draft, int | None]]:
+    def _ways(
+        self, submit: wire.Submit, prompt: Prompt, drafts: Sequence[Draft], hashes: Sequence[bytes]
+    ) -> list[tuple[Draft, int | None]]:
         """Every draft with its column at the encoder rank that owns the item now."""
         encoders = self._stage.peers.usable("encoder")
-        owners = assign(submit.request, [plan.patches for plan in prompt.plans], max(1, len(encoders)))
-        return [(draft, encoders[owner].column) for draft, owner in zip(drafts, owners, strict=True) if encoders]
+        places = self._places(submit, prompt, hashes, encoders) if encoders else []
+        return [(drafts[index], encoders[place].column) for index, place in enumerate(places)]
+
+    def _places(
+        self, submit: wire.Submit, prompt: Prompt, hashes: Sequence[bytes], encoders: Sequence[Peer]
+    ) -> list[int]:
+        """Which of these encoder ranks, at least one, owns each item: its place among them."""
+        patches, ranks = [plan.patches for plan in prompt.plans], [peer.rank for peer in encoders]
+        return owners(self._stage.deployment.encoder.assignment, submit.request, patches, hashes, ranks)
 
     def _send(
         self,
@@ -315,7 +324,7 @@ class Tokenizer:
         encoders = self._stage.peers.usable("encoder")
         if drafts and not encoders:
             raise PeerGone("encoder", "no rank is ready")
-        owners = assign(submit.request, [plan.patches for plan in prompt.plans], max(1, len(encoders)))
+        places = self._places(submit, prompt, hashes, encoders) if encoders else []
         ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
         group = tuple(wire.Rank(peer.rank, peer.epoch) for peer in schedulers)
         request.waiting = {peer.rank for peer in schedulers}
@@ -336,9 +345,9 @@ class Tokenizer:
                     deadline_ns,
                 )
             )
-        for position in sorted(set(owners)):
+        for position in sorted(set(places)):
             peer = encoders[position]
-            owned = [index for index, owner in enumerate(owners) if owner == position]
+            owned = [index for index, place in enumerate(places) if place == position]
             frames: list[Buffer] = []
             payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in owned}
             items = tuple(
@@ -353,7 +362,7 @@ class Tokenizer:
                 for index in owned:
                     drafts[index].retract(peer.column)
                 raise
-        return [encoders[owner].rank for owner in owners]
+        return [encoders[place].rank for place in places]
 
     def _attention_group(self, request: bytes) -> list[Peer]:
         """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorferry.codecs.errors import BadMessage
-from tensorferry.stages.assignment import assign, first_rank
+from tensorferry.stages.assignment import affine, assign, first_rank, owners
 
-VECTORS: list[dict[str, Any]] = json.loads(
+VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
     Path(__file__).with_name("vectors").joinpath("assignment.json").read_text(encoding="ascii")
 )
 
@@ -34,7 +34,7 @@ def loads_of(owners: list[int], patches: list[int], ranks: int) -> list[int]:
     return loads
 
 
-@pytest.mark.parametrize("case", VECTORS, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", VECTORS["balanced"], ids=lambda case: case["name"])
 def test_e1_golden_vectors(case: dict[str, Any]) -> None:
     assert assign(bytes.fromhex(case["request"]), case["patches"], case["ranks"]) == case["expected"]
 
@@ -101,8 +101,12 @@ def test_e1_single_image_requests_spread_evenly(ids: Any, ranks: int) -> None:
 PROGRAM = """
 import json, sys
 from tensorferry.stages.assignment import assign
+from tensorferry.stages.assignment import affine
 cases = json.load(sys.stdin)
-print(json.dumps([assign(bytes.fromhex(request), patches, ranks) for request, patches, ranks in cases]))
+print(json.dumps([
+    assign(bytes.fromhex(name), patches, ranks) + affine([bytes.fromhex(name)], range(ranks))
+    for name, patches, ranks in cases
+]))
 assert "torch" not in sys.modules
 """
 
@@ -115,7 +119,10 @@ def test_e1_same_in_every_process() -> None:
         for ranks in range(1, 9)
         for _ in range(25)
     ]
-    here = [assign(bytes.fromhex(request), patches, ranks) for request, patches, ranks in cases]
+    here = [
+        assign(bytes.fromhex(name), patches, ranks) + affine([bytes.fromhex(name)], range(ranks))
+        for name, patches, ranks in cases
+    ]
     for seed in ("1", "4242"):
         child = subprocess.run(
             [sys.executable, "-c", PROGRAM],
@@ -139,3 +146,52 @@ def test_does_not_touch_its_input() -> None:
 def test_impossible_numbers_are_a_bad_message(patches: list[int], ranks: int) -> None:
     with pytest.raises(BadMessage):
         assign(bytes(16), patches, ranks)
+
+
+# --- affinity ---------------------------------------------------------------------------------------------
+
+contents = st.lists(st.binary(min_size=16, max_size=16), max_size=30)
+rank_lists = st.lists(st.integers(0, (1 << 31) - 1), min_size=1, max_size=9, unique=True)
+
+
+@pytest.mark.parametrize("case", VECTORS["affinity"], ids=lambda case: case["name"])
+def test_affinity_golden_vectors(case: dict[str, Any]) -> None:
+    """Computed by another program: `b2sum -l 64` of the content and the rank's number."""
+    assert affine([bytes.fromhex(content) for content in case["contents"]], case["ranks"]) == case["expected"]
+
+
+@given(contents, rank_lists, st.randoms(use_true_random=False))
+def test_affinity_depends_on_the_content_and_on_who_is_there_alone(
+    items: list[bytes], ranks: list[int], random: Any
+) -> None:
+    """Neither on the order of the ranks, nor on what else is in a request."""
+    chosen = [ranks[place] for place in affine(items, ranks)]
+    shuffled = random.sample(ranks, len(ranks))
+    assert [shuffled[place] for place in affine(items, shuffled)] == chosen
+    assert [ranks[affine([item], ranks)[0]] for item in items] == chosen
+
+
+@given(contents, rank_lists)
+def test_affinity_moves_only_what_a_lost_rank_had(items: list[bytes], ranks: list[int]) -> None:
+    before = [ranks[place] for place in affine(items, ranks)]
+    if left := ranks[1:]:
+        after = [left[place] for place in affine(items, left)]
+        assert all(now == then for now, then in zip(after, before, strict=True) if then != ranks[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_affinity_spreads_different_contents_evenly(ranks: int) -> None:
+    count = 10_000
+    owned = Counter(affine(random_ids(count), range(ranks)))
+    slack = 5 * (count * (ranks - 1)) ** 0.5 / ranks
+    assert set(owned) == set(range(ranks))
+    assert all(abs(items - count / ranks) < slack for items in owned.values()), owned
+
+
+def test_the_deployment_says_which_assignment() -> None:
+    items = random_ids(6)
+    assert owners("balanced", bytes(16), [5] * 6, items, [7, 8, 9]) == assign(bytes(16), [5] * 6, 3)
+    assert owners("affinity", bytes(16), [5] * 6, items, [7, 8, 9]) == affine(items, [7, 8, 9])
+    for how in ("balanced", "affinity"):
+        with pytest.raises(BadMessage, match="over 0 ranks"):
+            owners(how, bytes(16), [5], items[:1], [])  # type: ignore[arg-type]

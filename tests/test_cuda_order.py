@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,6 @@ from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
-from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler
 from tensorferry.stages.tombstones import Tombstones
 
@@ -551,47 +549,3 @@ def test_a_stale_proxy_is_counted_once(host_shop: Shop) -> None:
     with pytest.raises(StaleLease), host_shop.reader.open(proxy):
         raise AssertionError("opened")
     assert host_shop.reader.stale == 1
-
-
-@pytest.mark.parametrize("how", ["cancelled", "past its deadline"])
-async def test_a_job_that_nobody_wants_does_not_hold_an_encoder_up(host_shop: Shop, how: str) -> None:
-    counted: list[str] = []
-    encoded: list[bytes] = []
-    done = asyncio.Event()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        with ThreadPoolExecutor(1) as thread:
-            encoder = object.__new__(Encoder)
-            encoder._stage, encoder._thread = stage_of(host_shop.reader, tasks, counted), thread
-            encoder._over, encoder._in_flight, encoder._jobs = Tombstones(), 0, asyncio.Queue()
-            encoder._owned = lambda job: []  # type: ignore[method-assign]
-            encoder._stage.publisher = None
-            adapter = SimpleNamespace(encode=lambda owned, load, out: None)
-            encoder._adapter = adapter  # type: ignore[assignment]
-
-            def send(job: Any, made: Any, marks: Any) -> None:
-                encoded.append(job.request)
-                if job.request == bytes([2] * 16):
-                    done.set()
-
-            encoder._send = send  # type: ignore[method-assign]
-            late, good = host_shop.publish(), host_shop.publish()
-
-            def job(number: int, proxy: Proxy, patience_s: float) -> Any:
-                deadline_ns = time.monotonic_ns() + int(patience_s * 1e9)
-                items = [SimpleNamespace(payload=proxy)]
-                request = bytes([number] * 16)
-                return SimpleNamespace(request=request, attempt=0, deadline_ns=deadline_ns, items=items)
-
-            encoding = tasks.create_task(encoder.encode())
-            encoder._jobs.put_nowait((job(1, late, 60.0 if how == "cancelled" else 0.02), []))
-            encoder._jobs.put_nowait((job(2, good, 60.0), []))
-            await asyncio.sleep(0)
-            assert encoded == [], "without a GPU of its own it waits for the one that writes"
-            if how == "cancelled":
-                encoder._take(wire.Cancel(bytes([1] * 16), 0), [])
-            while not counted:  # noqa: ASYNC110  (its loop counts, without a word)
-                await asyncio.sleep(0.001)
-            assert counted == ["jobs_late"]
-            host_shop.gpu.run(1)
-            await done.wait()
-            encoding.cancel()

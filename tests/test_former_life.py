@@ -44,12 +44,13 @@ def test_a7_mail_of_a_former_life_is_dropped_and_counted(kind: type[Any], messag
     receiver = object.__new__(kind)
     receiver._stage = SimpleNamespace(
         epoch=NOW,
+        reader=None,
         alone=nullcontext,
         counters=SimpleNamespace(count=counted.append),
         peers=SimpleNamespace(hear=lambda message: False),
         refused=lambda problem: pytest.fail(str(problem)),
     )
-    receiver._in_flight, receiver._jobs = 0, SimpleNamespace(put_nowait=lambda job: taken.append("job"))
+    receiver._jobs = SimpleNamespace(put_nowait=lambda job: taken.append("job"))
     receiver._admit = lambda message: taken.append("admit")
     receiver._arrived = lambda message, frames: taken.append("embeddings")
     receiver._take(message(BEFORE), [bytes(128)])

@@ -18,6 +18,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels import Received
 from tensorferry.pipeline.client import Client
 from tensorferry.stages.encoder import Encoder
+from tensorferry.stages.features import Features
+from tensorferry.stages.jobs import Job, Jobs
 from tensorferry.stages.scheduler import Scheduler
 from tensorferry.stages.tokenizer import Tokenizer
 from tensorferry.stages.tombstones import Tombstones
@@ -73,13 +75,13 @@ async def test_a_listening_client_keeps_no_message() -> None:
 
 async def test_an_encoder_that_waits_keeps_no_job() -> None:
     encoder = object.__new__(Encoder)
-    encoder._stage, encoder._over, encoder._in_flight = fake_stage(FakeChannel()), Tombstones(), 1
+    encoder._stage, encoder._over = fake_stage(FakeChannel()), Tombstones()
     encoder._stage.counters = SimpleNamespace(count=lambda name: None)
-    encoder._jobs = asyncio.Queue()
+    encoder._jobs = Jobs(0, 0.0, lambda job: 0)
     frame = np.zeros(1)
     kept = weakref.ref(frame)
     long_over = wire.Encode(bytes(16), 0, EPOCH, ORIGIN, (), (), (), 0)
-    encoder._jobs.put_nowait((long_over, [frame]))
+    encoder._jobs.put_nowait(Job(long_over, Features(None, long_over, [frame])))  # type: ignore[arg-type]
     del frame
     encoding = asyncio.create_task(encoder.encode())
     async with asyncio.timeout(10):

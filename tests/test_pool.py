@@ -533,3 +533,9 @@ def test_what_a_process_may_have_open_is_enough_for_many_pools(peer: Peer) -> No
 def decode(payload: bytes) -> Payload:
     found: Payload = msgspec.msgpack.decode(payload, type=Payload)
     return found
+
+
+@pytest.mark.parametrize("memory", ["shm", "gpu", None])
+def test_a_pool_in_memory_that_there_is_not_is_refused(memory: Any) -> None:
+    with pytest.raises(ValueError, match=r"memory=.*: a pool lies in one of host, cuda_ipc, cuda_vmm"):
+        Pool.create(1 << 20, memory=memory)

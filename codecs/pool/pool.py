@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from tensorferry.codecs.pool.line import Sender
 from tensorferry.codecs.pool.statistics import PoolStatistics
 
 NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
+PoolMemory = Literal["host", "cuda_ipc", "cuda_vmm"]
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
 IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, unless they are told otherwise
 WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
@@ -93,7 +94,7 @@ class Pool:
         nbytes: int,
         slots: int = 4096,
         *,
-        memory: Literal["host", "cuda_ipc", "cuda_vmm"] = "host",
+        memory: PoolMemory = "host",
         device: int | None = None,
         producer: int | None = None,
         go_on: Callable[[], None] = lambda: None,
@@ -109,8 +110,10 @@ class Pool:
         by default; go_on: called again and again while host memory is made, which can take seconds, and may raise to
         give it up. Of elastic pools: chunk_nbytes: at most, see `chunks.divided`; idle_s: after so long without a lease
         a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for a
-        chunk at most. Raises NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall.
+        chunk at most. Raises ValueError, NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall.
         """
+        if memory not in get_args(PoolMemory):
+            raise ValueError(f"memory={memory!r}: a pool lies in one of {', '.join(get_args(PoolMemory))}")
         producer, pool = producer or new_nonce(), new_nonce()
         with ExitStack() as undo:
             segment: Memory

@@ -14,7 +14,7 @@ from tensorferry.codecs.tensors import View
 class ItemInfo:
     """What an adapter knows of an item before its pixels are loaded."""
 
-    index: int  #: position within its request
+    index: int  #: its number within this call, where items of several requests may come together
     modality: str
     grid: tuple[int, int, int]
     patches: int
@@ -39,10 +39,13 @@ class ModelAdapter(Protocol):
     supports_cuda_vmm_feature_transport: bool = False
 
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
-        """Encode the items this rank owns; without items, do nothing and load nothing.
+        """Encode the items this rank owns, of one request or of several that wait together (`encoder.batch_patches`);
+        without items, do nothing and load nothing.
 
-        Raises for the whole call; the request fails, the rank lives on. BadItem names an item whose content
-        is at fault.
+        Raises for the whole call; the rank lives on. BadItem names an item whose content is at fault: its request
+        fails, and the others' items come again without it. After any other exception each request's items come again
+        alone, and it is told which one fails. So an item may be encoded more than once, and its result must not
+        depend, but for rounding, on what it is encoded with.
         """
 
 

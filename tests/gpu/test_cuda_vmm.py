@@ -341,14 +341,14 @@ def test_growth_goes_on_beside_a_stream_that_is_held_up(torch: Any, create: Any,
 def test_l4_100_times_to_the_budget_and_back(
     torch: Any, create: Any, gpu_peer: Peer, connect: Connect, until: Any, belongings: Any
 ) -> None:
-    pool = create(8, idle_s=0.02)
+    pool = create(8)
     column = connect(pool, gpu_peer)
     tensor = torch.ones(CHUNK, dtype=torch.uint8, device="cuda")
 
     def there_and_back() -> None:
         for proxy in [publish(pool, column, tensor) for _ in range(8)]:
             gpu_peer.ask("acknowledge", encode(proxy))
-        until(lambda: is_at(pool, 1))
+        shrink_to(pool, until)
         gpu_peer.ask("upkeep")
         until(lambda: is_at(pool, 1, 0))
 
