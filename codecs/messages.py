@@ -218,7 +218,13 @@ class VideoPart(Wire, frozen=True, tag=4):
     frames_per_1000_s: Index = 0  #: 0: not known
 
 
-Part = TextPart | TokensPart | ImagePart | VideoPart
+class AnimationPart(Wire, frozen=True, tag=5):
+    """A video, one item: frame `frame` of this message, an animated file (GIF, PNG, WebP) with its own timing."""
+
+    frame: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+Part = TextPart | TokensPart | ImagePart | VideoPart | AnimationPart
 
 
 class Submit(Wire, frozen=True, tag=30):

@@ -12,8 +12,10 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.config import LimitsSpec
-from tensorferry.stages.processors.base import BadMedia, Clip, Media, Plan, Processor, plan
+from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, Plan, Processor, plan
 from tensorferry.stages.processors.text import Rows, TextEncoder
+
+MediaPart = wire.ImagePart | wire.VideoPart | wire.AnimationPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Planner:
                     parts.append(self._text.encode(text))
                 case wire.TokensPart(ids=ids):
                     parts.append(self._text.read_ids(ids))
-                case wire.ImagePart() | wire.VideoPart():
+                case wire.ImagePart() | wire.VideoPart() | wire.AnimationPart():
                     index = len(plans)
                     if index >= self._limits.request_items:
                         raise BadRequest(f"more than {self._limits.request_items} items (limits.request_items)")
@@ -63,7 +65,7 @@ class Planner:
             )
         return Prompt(token_ids, spans, media, plans)
 
-    def _media(self, part: wire.ImagePart | wire.VideoPart, frames: Sequence[Buffer]) -> Media:
+    def _media(self, part: MediaPart, frames: Sequence[Buffer]) -> Media:
         """The bytes of an item. Raises BadMedia where they are not there, or too many."""
         first, count = (part.first, part.count) if isinstance(part, wire.VideoPart) else (part.frame, 1)
         if first + count > len(frames):
@@ -71,7 +73,10 @@ class Planner:
         nbytes = sum(len(frame) for frame in frames[first : first + count])
         if nbytes > self._limits.item_mb << 20:
             raise BadMedia(f"{nbytes} encoded bytes; limits.item_mb is {self._limits.item_mb}")
-        if isinstance(part, wire.VideoPart):
-            return Clip(frames[first : first + count], part.frames_per_1000_s / 1000 or None)
+        match part:
+            case wire.VideoPart():
+                return Clip(frames[first : first + count], part.frames_per_1000_s / 1000 or None)
+            case wire.AnimationPart():
+                return AnimatedFile(frames[first])
         image: bytes | memoryview = frames[first]
         return image

@@ -17,8 +17,9 @@ from PIL import Image
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.tensors import View, nbytes_of
-from tensorferry.pipeline.client import Client, Video
+from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import LimitsSpec, load
+from tensorferry.pipeline.parts import Video
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write
@@ -293,12 +294,16 @@ async def running(file: Path) -> AsyncIterator[Client]:
 async def test_a_video_through_a_whole_deployment(tmp_path: Path, short_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text(DEPLOYMENT.format(runtime_dir=short_path / "run"))
-    clip, image = clip_of(9, 96, 64, fps=3.0), png(noise(100, 80, 50))
+    clip, image = clip_of(9, 64, 32, fps=3.0), png(noise(100, 80, 50))
     by = processor("qwen3-vl")
     planned, out, _ = written(by, clip)
     still = by.plan(image)
     pixels = View.empty(still.dtype, still.shape)
     by.write(image, still, pixels)
+    with io.BytesIO() as into:
+        first, *others = [Image.open(io.BytesIO(frame)) for frame in clip.frames]
+        first.save(into, "WEBP", save_all=True, append_images=others, duration=[333, 333, 334] * 3, lossless=True)
+        animation = into.getvalue()
     async with running(file) as client:
         parts = ["What happens here? ", Video(clip.frames, fps=3.0), " And here? ", image]
         result = await client.submit(parts, output_tokens=1)
@@ -308,6 +313,14 @@ async def test_a_video_through_a_whole_deployment(tmp_path: Path, short_path: Pa
         assert [item.digest for item in result.items] == [
             fingerprint_of(view.data.data, view.dtype, view.shape) for view in (out, pixels)
         ]
+        animated = await client.submit(["And this? ", Video(animation)], output_tokens=1)
+        assert isinstance(animated, wire.Result), animated
+        assert [(item.grid, item.digest) for item in animated.items] == [
+            (planned.grid, result.items[0].digest),
+        ]
+        many = await client.submit([image, Video(animation[:-40])])
+        assert isinstance(many, wire.Failed)
+        assert (many.failure.kind, many.failure.item) == ("BadItem", 1)
         bad = await client.submit([Video([*clip.frames[:8], b"no picture"])])
         assert isinstance(bad, wire.Failed)
         assert (bad.failure.kind, bad.failure.item) == ("BadItem", 0)

@@ -64,6 +64,7 @@ MESSAGES: dict[str, wire.Message] = {
         30_000,
     ),
     "submit, a video": wire.Submit(REQUEST, 0, (wire.VideoPart(0, 12, 29_970), wire.VideoPart(12, 2)), 16, 1000),
+    "submit, an animated file": wire.Submit(REQUEST, 0, (wire.AnimationPart(0),), 16, 1000),
     "result": wire.Result(
         REQUEST,
         0,
