@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadRequest
+from tensorferry.codecs.errors import BadRequest, BadTensor, UnsupportedDtype
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.tensors import CODES, view_of
 
 Source = bytes | memoryview | str | Path  #: of one file: its bytes, a path, or a `data:` URL
 
@@ -35,8 +37,17 @@ class Video:
     fps: float | None = None
 
 
-#: A piece of a prompt, in order: text, token ids (int32), an encoded image, or a video.
-Part = str | bytes | memoryview | npt.NDArray[np.int32] | Image | Video
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """An item whose embeddings are there already, one item of a prompt: no encoder sees it."""
+
+    #: By name, torch or numpy: `embeddings`, (rows, width), as the deployment's model makes them, and others it makes.
+    outputs: Mapping[str, Any]
+    modality: str = "image"  #: or video: whose placeholders stand for it
+
+
+#: A piece of a prompt, in order: text, token ids (int32), an encoded image, a video, or embeddings.
+Part = str | bytes | memoryview | npt.NDArray[np.int32] | Image | Video | Embeddings
 
 
 def on_wire(part: Part, frames: list[Buffer]) -> wire.Part:
@@ -48,6 +59,8 @@ def on_wire(part: Part, frames: list[Buffer]) -> wire.Part:
             return _tokens(part)
         case Video():
             return _video(part, frames)
+        case Embeddings():
+            return _embeddings(part, frames)
     frames.append(_read(part.file) if isinstance(part, Image) else part)
     return wire.ImagePart(len(frames) - 1)
 
@@ -68,6 +81,22 @@ def _video(video: Video, frames: list[Buffer]) -> wire.Part:
         raise BadRequest(f"a video of {len(video.frames)} frames at {video.fps} fps; give one frame or more, fps > 0")
     frames += video.frames
     return wire.VideoPart(len(frames) - len(video.frames), len(video.frames), round((video.fps or 0.0) * 1000))
+
+
+def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
+    """`embeddings` come first, whatever the mapping's order."""
+    names = sorted(item.outputs, key=lambda name: name != "embeddings")
+    if not names or names[0] != "embeddings":
+        raise BadRequest(f"an item of embeddings with the outputs {names}; `embeddings` must be among them")
+    outputs = []
+    for name in names:
+        try:
+            view = view_of(item.outputs[name]).host()
+        except (BadTensor, UnsupportedDtype) as problem:
+            raise BadRequest(f"output {name!r}: {problem}") from problem
+        outputs.append(wire.Output(name, wire.Inline(len(frames), CODES[view.dtype], view.shape)))
+        frames.append(view.data)
+    return wire.EmbeddingsPart(tuple(outputs), item.modality)
 
 
 def _read(source: Source) -> Buffer:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
 from tensorferry.stages.adapters.base import ModelAdapter
+from tensorferry.stages.adapters.forms import Form, fingerprint_form, patch_vit_form, tower_form
 from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions, TowerOptions
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
 
@@ -20,13 +22,28 @@ class BuiltIn:
     supports_cuda_vmm_feature_transport: bool
     multimodal: bool = True
     needs: str | None = None  #: a package that the extra `hf` installs
+    form: Callable[[ModelSpec], Form] | None = None  #: of its embeddings
 
 
 BUILT_IN = {
-    "fingerprint": BuiltIn("tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True),
-    "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True),
-    "qwen2.5-vl": BuiltIn("tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL", TowerOptions, False, needs="transformers"),
-    "qwen3-vl": BuiltIn("tensorferry.stages.adapters.qwen3_vl:Qwen3VL", TowerOptions, True, needs="transformers"),
+    "fingerprint": BuiltIn(
+        "tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True, form=fingerprint_form
+    ),
+    "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True, form=patch_vit_form),
+    "qwen2.5-vl": BuiltIn(
+        "tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL",
+        TowerOptions,
+        False,
+        needs="transformers",
+        form=tower_form("qwen2.5-vl", 3584),
+    ),
+    "qwen3-vl": BuiltIn(
+        "tensorferry.stages.adapters.qwen3_vl:Qwen3VL",
+        TowerOptions,
+        True,
+        needs="transformers",
+        form=tower_form("qwen3-vl", 4096),
+    ),
     "text-only": BuiltIn("tensorferry.stages.adapters.text_only:TextOnly", TextOnlyOptions, False, multimodal=False),
 }
 
@@ -54,6 +71,13 @@ def make_adapter(spec: ModelSpec, threads: int) -> ModelAdapter:
     check_model(spec)
     adapter: ModelAdapter = _class_of(spec.adapter)(spec, threads)
     return adapter
+
+
+def embedding_form(spec: ModelSpec) -> Form | None:
+    """What the model's embeddings look like, without an import; None: not known (a plug-in). Raises ConfigError."""
+    check_model(spec)
+    built_in = BUILT_IN.get(spec.adapter)
+    return None if built_in is None or built_in.form is None else built_in.form(spec)
 
 
 def takes_media(name: str) -> bool:
