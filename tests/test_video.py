@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tensorferry.codecs import messages as wire
@@ -22,9 +23,10 @@ from tensorferry.pipeline.config import LimitsSpec, load
 from tensorferry.pipeline.parts import Video
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
+from tensorferry.stages.processors import on_gpu
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
-from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
+from tensorferry.stages.processors.qwen2_vl import CLIP_STD, Qwen2VLProcessor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.processors.video import padded, sampled
@@ -197,6 +199,24 @@ def test_whatever_changes_the_tensor_changes_the_hash() -> None:
     out = View.empty(*(lambda p: (p.dtype, p.shape))(image.plan(clip.frames[0])))
     still = image.write(clip.frames[0], image.plan(clip.frames[0]), out)
     assert still != written(image, Clip(clip.frames[:1], None))[2]
+
+
+@pytest.mark.parametrize(("width", "height"), [(112, 56), (150, 77)])
+def test_where_a_gpu_resizes_a_video_is_the_same_to_one_level(
+    width: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arithmetic, run by torch on the host; `gpu/test_stages.py` has it on a GPU. 112 x 56 needs no resize."""
+    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    by = processor(video_min_pixels=3136)
+    coarse = [noise(5, 5, seed).resize((width, height), Image.Resampling.BICUBIC) for seed in range(5)]
+    clip = Clip([png(picture) for picture in coarse], None)
+    planned, host, hashed = written(by, clip)
+    nbytes = nbytes_of(planned.dtype, planned.shape)
+    there = View(torch.full((nbytes,), 0xFF, dtype=torch.uint8), planned.dtype, planned.shape)
+    assert write(by, clip, planned, there) != hashed
+    apart = (there.torch() - host.torch()).abs() * 255 * min(CLIP_STD)
+    assert apart.max() < (1.1 if (width, height) != (112, 56) else 0.001)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Processor(Protocol):
 
 
 class VideoProcessor(Processor, Protocol):
-    """A processor that takes videos too. The contracts are those of `plan` and `write`; `out` is in host memory."""
+    """A processor that takes videos too. The contracts are those of `plan` and `write`."""
 
     def plan_video(self, video: Video) -> Plan: ...
 
@@ -94,8 +94,7 @@ def plan(processor: Processor, media: Media) -> Plan:
 
 def write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
     """`Processor.write`, or of a video `write_video`, wherever `out` lies."""
-    is_video = isinstance(media, Video)
-    if out.on_host or (getattr(processor, "writes_on_gpu", False) and not is_video):
+    if out.on_host or getattr(processor, "writes_on_gpu", False):
         return _write(processor, media, plan, out)
     here = View.empty(plan.dtype, plan.shape)
     content_hash = _write(processor, media, plan, here)

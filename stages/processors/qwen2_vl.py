@@ -64,7 +64,7 @@ class Qwen2VLProcessor:
         return plan
 
     def write_video(self, video: Video, plan: Plan, out: View) -> bytes:
-        """Decode, resize and write, one frame after the other; `out` is in host memory. See `base.Processor`.
+        """Decode, resize and write, one frame after the other; see `write`.
 
         A patch has temporal_patch_size frames, one behind the other; where they do not come out even, the last is
         repeated. Pillow resizes (bicubic), where transformers has torchvision's interpolation: on a photo up to 7
@@ -74,12 +74,14 @@ class Qwen2VLProcessor:
         if found != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
             raise BadMedia(f"the video of {len(numbers)} x {size[0]}x{size[1]}, resized, is not the planned one")
         temporal, rows = self.options.temporal_patch_size, plan.grid[1] * plan.grid[2]
-        digest = self._digest(f"video {plan.grid}")
+        digest = self._digest(f"video {plan.grid}" if out.on_host else f"gpu video {plan.grid}")
         with closing(footage.pictures(padded(numbers, temporal))) as pictures:
             for position, picture in enumerate(pictures):
-                pixels = np.asarray(picture.resize(size, Image.Resampling.BICUBIC))
+                pixels = _pixels(picture, size, out)
                 patch, frame = divmod(position, temporal)
-                self._write_patches(pixels, out.rows(patch * rows, (patch + 1) * rows), slice(frame, frame + 1))
+                patches = out.rows(patch * rows, (patch + 1) * rows)
+                self._write_patches(pixels, size, patches, slice(frame, frame + 1))
+                digest.update(f"{picture.width}x{picture.height}\n".encode())
                 digest.update(pixels.data)
         return digest.digest()
 
@@ -108,24 +110,12 @@ class Qwen2VLProcessor:
         size = self.resized(image.width, image.height)
         if self._plan(*size) != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
             raise BadMedia(f"the image of {image.width}x{image.height} is not the one that was planned")
-        if not out.on_host:
-            return self._write_on_gpu(np.asarray(image), size, out)
-        pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+        sizes = f"{size[0]}x{size[1]}" if out.on_host else f"gpu {image.width}x{image.height} {size[0]}x{size[1]}"
+        pixels = _pixels(image, size, out)
         del image  # up to 160 MB, and not needed while the tensor is written
-        self._write_patches(pixels, out)
-        return self._hash(f"{size[0]}x{size[1]}", pixels)
-
-    def _write_on_gpu(self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View) -> bytes:
-        from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
-
-        options = self.options
-        mean, std = NORMALISATIONS[options.normalisation]
-        write_patches(pixels, size, out, options.patch_size, options.merge_size, options.temporal_patch_size, mean, std)
-        return self._hash(f"gpu {pixels.shape[1]}x{pixels.shape[0]} {size[0]}x{size[1]}", pixels)
-
-    def _hash(self, sizes: str, pixels: npt.NDArray[np.uint8]) -> bytes:
+        self._write_patches(pixels, size, out)
         digest = self._digest(sizes)
-        digest.update(np.ascontiguousarray(pixels).data)
+        digest.update(pixels.data)
         return digest.digest()
 
     def _digest(self, sizes: str) -> hashlib.blake2b:
@@ -197,14 +187,21 @@ class Qwen2VLProcessor:
         modality = "video" if temporal else "image"
         return Plan(modality, (temporal or 1, down, across), (patches, self.features), self.options.dtype, rows)
 
-    def _write_patches(self, pixels: npt.NDArray[np.uint8], out: View, into: slice = slice(None)) -> None:
+    def _write_patches(
+        self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View, into: slice = slice(None)
+    ) -> None:
         """Normalise (height, width, 3) pixels into `out`, in order: of every merge_size x merge_size
         block of patches, row by row, its patches; of a patch its channels, of a channel its (equal) frames;
-        into: those of them that are this picture.
+        into: those of them that are this picture. Pixels have this (width, height); a GPU resizes them to it.
 
         One row of blocks at a time, so that what is between the two stays in the processor's cache.
         """
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
+        if not out.on_host:
+            from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
+
+            write_patches(pixels, size, out, patch, merge, frames, *NORMALISATIONS[self.options.normalisation], into)
+            return
         band = patch * merge
         blocks = pixels.shape[1] // band
         bands = out.data.view(self._levels.dtype).reshape(-1, blocks * merge**2, CHANNELS, frames, patch**2)
@@ -213,6 +210,11 @@ class Qwen2VLProcessor:
             by_channel = cut.transpose(5, 2, 0, 3, 1, 4).reshape(CHANNELS, blocks * merge**2, 1, patch**2)
             for channel, levels in enumerate(self._levels):
                 target[:, channel, into] = levels.take(by_channel[channel])
+
+
+def _pixels(picture: Image.Image, size: tuple[int, int], out: View) -> npt.NDArray[np.uint8]:
+    """What a tensor is made of, (height, width, 3): the resized picture; for GPU memory as it is, as a GPU resizes."""
+    return np.ascontiguousarray(picture.resize(size, Image.Resampling.BICUBIC) if out.on_host else picture)
 
 
 def _check_aspect(width: int, height: int) -> None:
