@@ -62,20 +62,20 @@ def read_precomputed(part: wire.EmbeddingsPart, frames: Sequence[Buffer], form: 
         raise BadMedia(f"embeddings of modality {part.modality!r}; {' and '.join(MODALITIES)} have placeholders")
     outputs: dict[str, View] = {}
     for output in part.outputs:
-        if isinstance(output.payload, wire.Proxy) or output.name in outputs:
-            problem = "comes twice" if output.name in outputs else "is a proxy; a client sends its tensors inline"
-            raise BadMedia(f"its output {output.name!r} {problem}")
+        if output.name in outputs:
+            raise BadMedia(f"its output {output.name!r} comes twice")
+        if isinstance(output.payload, wire.Proxy):
+            raise BadMedia(f"its output {output.name!r} is a proxy; a client sends its tensors inline")
         try:
             outputs[output.name] = open_inline(output.payload, frames)
         except FerryError as problem:
             raise BadMedia(f"its output {output.name!r}: {problem}") from problem
     name, rows = next(iter(outputs.items()))
+    if name != "embeddings":
+        raise BadMedia(f"its first output is {name!r}; `embeddings` come first")
     found = f"its embeddings are {rows.dtype} {rows.shape}"
-    if name != "embeddings" or len(rows.shape) != 2 or not rows.shape[0]:
-        raise BadMedia(
-            f"{found if name == 'embeddings' else f'its first output is {name!r}'}; `embeddings` of shape "
-            "(rows, width), one row or more, come first"
-        )
+    if len(rows.shape) != 2 or not rows.shape[0]:
+        raise BadMedia(f"{found}; (rows, width) is needed, one row or more")
     if form is not None and (rows.dtype, rows.shape[1]) != form:
         raise BadMedia(f"{found}; the deployment's model makes {form.dtype} of width {form.width}")
     return Precomputed(part.modality, outputs)

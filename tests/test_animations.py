@@ -193,6 +193,12 @@ def test_more_frames_than_a_file_may_have_are_refused_unseen() -> None:
     assert problem_of(bomb) == "more than 4096 frames; that is the limit of one file"
 
 
+def test_a_gif_of_crumbs_is_refused_before_it_costs_seconds() -> None:
+    head = b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0x80, 0, 0) + bytes(6)
+    crumbs = b"," + struct.pack("<HHHHB", 0, 0, 8, 8, 0) + b"\x02" + b"\1x" * 60_000 + b"\0"
+    assert problem_of(head + crumbs * 9 + b";") == "a GIF of 524288 blocks or more is not accepted"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_are_counted_up_to_the_last_picture_that_is_needed(kind: str) -> None:
     data = animated(drawn(40), kind, 100)

@@ -91,8 +91,8 @@ def test_e3_all_outputs_are_kept_and_embeddings_come_first() -> None:
             rows_of(5, dtype=torch.bfloat16),
             r"its embeddings are bfloat16 \(5, 8\); the deployment's model makes float32",
         ),
-        (rows_of(0), r"its embeddings are float32 \(0, 8\); `embeddings` of shape \(rows, width\), one row or more"),
-        (rows_of(5).view(-1), r"its embeddings are float32 \(40,\); `embeddings` of shape"),
+        (rows_of(0), r"its embeddings are float32 \(0, 8\); \(rows, width\) is needed, one row or more"),
+        (rows_of(5).view(-1), r"its embeddings are float32 \(40,\); \(rows, width\) is needed"),
     ],
 )
 def test_e3_what_the_model_would_not_make_is_refused(rows: torch.Tensor, problem: str) -> None:
@@ -104,7 +104,7 @@ def test_e3_what_the_model_would_not_make_is_refused(rows: torch.Tensor, problem
 @pytest.mark.parametrize(
     ("outputs", "modality", "problem"),
     [
-        ([("rows", 0, (2, 8))], "image", "its first output is 'rows'; `embeddings` of shape"),
+        ([("rows", 0, (2, 8))], "image", "its first output is 'rows'; `embeddings` come first"),
         ([("embeddings", 0, (2, 8)), ("embeddings", 0, (2, 8))], "image", "its output 'embeddings' comes twice"),
         ([("embeddings", 0, (2, 8))], "audio", "embeddings of modality 'audio'; image and video have placeholders"),
         ([("embeddings", 0, (3, 8))], "image", "its output 'embeddings': .*bytes"),

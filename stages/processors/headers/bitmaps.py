@@ -48,7 +48,7 @@ def read_gif(view: memoryview) -> Container:
             size = (max(width, box[2]), max(height, box[3]))
             return Container("GIF", view, size, covered=None if box == (0, 0, *size) else box)
         if kind == 0x21:  # an extension: its kind, then blocks up to an empty one
-            position = blocks_end(view, position + 2)
+            position, _ = blocks_end(view, position + 2)
         elif kind == 0x3B:
             raise BadMedia("a GIF without a picture")
         else:
@@ -56,13 +56,14 @@ def read_gif(view: memoryview) -> Container:
     raise BadMedia(f"a GIF of more than {MAX_BLOCKS} blocks before its first picture is not accepted")
 
 
-def blocks_end(view: memoryview, position: int) -> int:
-    """Where the blocks of a GIF's extension or picture that start at `position` end, behind the empty one."""
-    for _ in range(MAX_BLOCKS):
+def blocks_end(view: memoryview, position: int) -> tuple[int, int]:
+    """Where the blocks of a GIF's extension or picture that start at `position` end, behind the empty one; and how many
+    they are."""
+    for blocks in range(1, MAX_BLOCKS + 1):
         nbytes = view[position]
         position += 1 + nbytes
         if not nbytes:
-            return position
+            return position, blocks
     raise BadMedia(f"a GIF extension or picture of more than {MAX_BLOCKS} blocks is not accepted")
 
 
