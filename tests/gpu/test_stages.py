@@ -218,6 +218,24 @@ async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     nothing_left(deployment)
 
 
+async def test_an_idle_deployment_s_elastic_pools_hold_a_chunk_each(
+    deploy: Callable[..., tuple[Deployment, Path]],
+) -> None:
+    """Gone within 5 s of idling, the consumers' mappings too."""
+    deployment, file = deploy(transport="cuda_vmm", encoders=2)
+
+    def chunks(members: list[wire.Member]) -> float:
+        names = ("pool_mapped_nbytes", "pool_retiring_nbytes")
+        return sum(g.value for member in members for g in member.gauges if g.name in names) / (8 * MIB)
+
+    async with running(deployment, file) as (_, client):
+        await ask(client, [photo(1000 + n, 900, n) for n in range(24)], at_once=24)
+        await all_leases_back(client)
+        async with asyncio.timeout(5):
+            while chunks(await client.refresh()) > 3:  # noqa: ASYNC110  (the answer comes from another process)
+                await asyncio.sleep(0.05)
+
+
 @pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_vmm"])
 @pytest.mark.parametrize("budget_mb", [256, 6])
 async def test_e3_embeddings_of_a_request_go_through_gpu_memory_to_every_scheduler(
@@ -240,24 +258,6 @@ async def test_e3_embeddings_of_a_request_go_through_gpu_memory_to_every_schedul
         assert travelled[transport] > 3, travelled
         await all_leases_back(client)
     nothing_left(deployment)
-
-
-async def test_an_idle_deployment_s_elastic_pools_hold_a_chunk_each(
-    deploy: Callable[..., tuple[Deployment, Path]],
-) -> None:
-    """Gone within 5 s of idling, the consumers' mappings too."""
-    deployment, file = deploy(transport="cuda_vmm", encoders=2)
-
-    def chunks(members: list[wire.Member]) -> float:
-        names = ("pool_mapped_nbytes", "pool_retiring_nbytes")
-        return sum(g.value for member in members for g in member.gauges if g.name in names) / (8 * MIB)
-
-    async with running(deployment, file) as (_, client):
-        await ask(client, [photo(1000 + n, 900, n) for n in range(24)], at_once=24)
-        await all_leases_back(client)
-        async with asyncio.timeout(5):
-            while chunks(await client.refresh()) > 3:  # noqa: ASYNC110  (the answer comes from another process)
-                await asyncio.sleep(0.05)
 
 
 @pytest.mark.usefixtures("two_gpus")
