@@ -19,6 +19,14 @@ class TextOnlyOptions(Spec, frozen=True):
     """None."""
 
 
+class TowerOptions(Spec, frozen=True):
+    """Of the adapters that run a tower of transformers: qwen2.5-vl, qwen3-vl."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  #: of weights, arithmetic and embeddings
+    tiny: bool = False  #: without `model.path`: not the architecture's own size but one for tests, 64 wide at the end
+    random_weights: bool = False  #: with `model.path`: only its config.json is read, and weights are seeded
+
+
 class PatchVitOptions(Spec, frozen=True):
     width: Extent = 192  #: of the transformer; a multiple of 4 and of `heads`
     depth: Annotated[int, Meta(ge=0, le=256)] = 2  #: transformer blocks

@@ -67,6 +67,18 @@ MESSAGES: dict[str, wire.Message] = {
         128,
         30_000,
     ),
+    "submit, a video": wire.Submit(REQUEST, 0, (wire.VideoPart(0, 12, 29_970), wire.VideoPart(12, 2)), 16, 1000),
+    "submit, embeddings": wire.Submit(
+        REQUEST,
+        0,
+        (
+            wire.EmbeddingsPart((wire.Output("embeddings", wire.Inline(0, CODES["bfloat16"], (64, 4096))),)),
+            wire.EmbeddingsPart((wire.Output("embeddings", INLINE), wire.Output("deepstack", INLINE)), "video"),
+        ),
+        16,
+        1000,
+    ),
+    "submit, an animated file": wire.Submit(REQUEST, 0, (wire.AnimationPart(0),), 16, 1000),
     "result": wire.Result(
         REQUEST,
         0,
@@ -75,6 +87,7 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.ItemReport(2, (1, 32, 32), 256, "shm", 4_816_896, b"\xde\xad"),),
         (MARK, wire.Mark("answered", LARGEST)),
     ),
+    "result, with its answer": wire.Result(REQUEST, 0, 5, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"),
     "failed": wire.Failed(REQUEST, 1, wire.Failure("BadItem", "item 3: no image", TOKENIZER, 3)),
     "failed, worth a retry": wire.Failed(REQUEST, 1, wire.Failure("PeerGone", "encoder-2: died", ENCODER, -1, True)),
     "busy": wire.Busy(REQUEST, 0, 200, "256 requests in flight (limits.in_flight_requests)"),
@@ -116,6 +129,7 @@ MESSAGES: dict[str, wire.Message] = {
         (MARK,),
     ),
     "done": wire.Done(REQUEST, 0, SCHEDULER, 128, (b"", b"\xbe\xef"), (MARK,)),
+    "done, with its answer": wire.Done(REQUEST, 0, SCHEDULER, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"),
 }
 
 #: Bytes that every implementation must refuse, and why.
