@@ -25,6 +25,12 @@ class TowerOptions(Spec, frozen=True):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  #: of weights, arithmetic and embeddings
     tiny: bool = False  #: without `model.path`: not the architecture's own size but one for tests, 64 wide at the end
     random_weights: bool = False  #: with `model.path`: only its config.json is read, and weights are seeded
+    attention: Literal["packed", "eager"] = "packed"  #: our own forward pass, or transformers' own, item by item
+    compile: bool = False  #: compile the layers by torch.compile, when the rank starts
+
+    def __post_init__(self) -> None:
+        if self.compile and self.attention == "eager":
+            raise ValueError("compile: true needs attention: packed; transformers' own pass is not compiled")
 
 
 class PatchVitOptions(Spec, frozen=True):
