@@ -14,6 +14,11 @@ _DETAILS = (
     ("consumer_faults", "faults, consumer"),
     ("cpu_s_per_gib", "CPU s/GiB"),
     ("wrong", "wrong"),
+    ("tflops", "TFLOP/s"),
+    ("matmul_percent", "% of matmul"),
+    ("host_waits", "host waits"),
+    ("max_difference", "max difference"),
+    ("rms_difference", "rms difference"),
 )
 
 

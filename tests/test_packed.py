@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,16 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 CPU = torch.device("cpu")
 FEATURES = {"qwen2.5-vl": 3 * 2 * 14 * 14, "qwen3-vl": 3 * 2 * 16 * 16}
 Grid = tuple[int, int, int]
+BATCHES: list[list[Grid]] = [
+    [(1, 4, 18)],
+    [(1, 4, 18), (1, 4, 18)],
+    [(1, 20, 2), (1, 2, 2), (3, 6, 10)],
+    [(1, 2, 2)],
+    [(1, 8, 8)] * 5,
+    [(4, 8, 8)],
+    [(1, 10, 12), (1, 12, 10), (1, 10, 12)],  # as many patches, in windows of other lengths
+    [(1, 2 * n, 34) for n in range(1, 17)],
+]
 
 
 @pytest.fixture(params=FEATURES)
@@ -53,7 +64,21 @@ def check(tower: Any, family: str, grids: list[Grid]) -> None:
     """The same as transformers' own pass."""
     features = features_of(family, grids)
     expected = tower.model(features, grid_thw=torch.tensor(grids)).pooler_output
-    torch.testing.assert_close(tower._forward(features, grids)["embeddings"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tower.forward(features, grids)["embeddings"], expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_in_bfloat16_we_are_as_near_to_float32_as_transformers_is(family: str) -> None:
+    rounded = make(family, dtype="bfloat16")
+    exact = copy.deepcopy(rounded.model).float()
+    for grids in BATCHES:
+        features = features_of(family, grids)
+        numbers, theirs = (
+            model(features, grid_thw=torch.tensor(grids)).pooler_output for model in (exact, rounded.model)
+        )
+        ours = rounded.forward(features, grids)["embeddings"]
+        error, allowed = ((found.float() - numbers).square().mean().sqrt() for found in (ours, theirs))
+        assert 0 < error <= 1.5 * allowed
 
 
 # --- attention --------------------------------------------------------------------------------------------
@@ -83,17 +108,6 @@ def test_queries_and_keys_turn_as_transformers_turns_them() -> None:
 
 
 # --- compiled ---------------------------------------------------------------------------------------------
-
-BATCHES: list[list[Grid]] = [
-    [(1, 4, 18)],
-    [(1, 4, 18), (1, 4, 18)],
-    [(1, 20, 2), (1, 2, 2), (3, 6, 10)],
-    [(1, 2, 2)],
-    [(1, 8, 8)] * 5,
-    [(4, 8, 8)],
-    [(1, 10, 12), (1, 12, 10), (1, 10, 12)],  # as many patches, in windows of other lengths
-    [(1, 2 * n, 34) for n in range(1, 17)],
-]
 
 
 @pytest.mark.usefixtures("no_inductor")
@@ -132,7 +146,7 @@ def test_a_batch_that_would_be_compiled_in_a_request_is_not_and_that_is_said(mon
 def test_another_error_of_a_compiled_batch_is_not_taken_for_that() -> None:
     compiled = make("qwen3-vl", compile=True)
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"shape|size|expand|broadcast"):
-        compiled._forward(features_of("qwen3-vl", BATCHES[0])[1:], BATCHES[0])
+        compiled.forward(features_of("qwen3-vl", BATCHES[0])[1:], BATCHES[0])
     assert compiled.refused == 0
 
 
@@ -172,7 +186,7 @@ def test_transformers_own_pass_is_not_used_otherwise(family: str, monkeypatch: p
         check(packed, family, grids)
     monkeypatch.delattr(type(packed.model), "forward")
     grids = BATCHES[2]
-    outputs = packed._forward(features_of(family, grids), grids)
+    outputs = packed.forward(features_of(family, grids), grids)
     assert outputs["embeddings"].shape == (sum(map(math.prod, grids)) // 4, 64)
 
 

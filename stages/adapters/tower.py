@@ -120,7 +120,7 @@ class Tower:
             check_grid(item, self._merge)
         features = self._features(load([item.index for item in items]), sum(item.patches for item in items))
         self._follow(features.device)
-        outputs = self._forward(features, [item.grid for item in items])
+        outputs = self.forward(features, [item.grid for item in items])
         if not torch.stack([tensor.isfinite().all() for tensor in outputs.values()]).all():
             self._blame(items, features, outputs)
         start = 0
@@ -171,7 +171,9 @@ class Tower:
             s=round(time.monotonic() - began, 1),
         )
 
-    def _forward(self, features: torch.Tensor, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+    def forward(self, features: torch.Tensor, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
+        """features: of items of these grids, one after the other, where `warm_up` put the weights. Returns the outputs,
+        items one after the other; queued on the device's current stream, nothing is read back."""
         with _current(features.device):
             batch, features = self.batch(grids, features.device), features.to(self._dtype)
             if self._packed is not None:
