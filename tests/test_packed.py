@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.config import ModelSpec
-from tensorferry.stages.adapters import registry, tower
+from tensorferry.stages.adapters import registry, rotary, tower
 from tensorferry.stages.adapters.attention import attend, stretches_of
 from tensorferry.stages.adapters.base import WarmsUp
 from tensorferry.stages.adapters.rotary import angles_of, turned
@@ -105,6 +106,19 @@ def test_queries_and_keys_turn_as_transformers_turns_them() -> None:
     q, k, v = turned(qkv, angles_of(radians))
     torch.testing.assert_close((q, k), expected)
     assert torch.equal(v, qkv[:, 2])
+
+
+def test_without_the_kernel_a_gpu_does_what_is_written_out_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "tensorferry.stages.adapters.rotary_kernel", raising=False)
+    rotary._kernel.cache_clear()
+    with capture_logs() as logs:
+        assert not any(rotary.has_kernel(torch.device("cuda", 0)) for _ in range(3))
+    assert [(event["event"], event["device"]) for event in logs] == [("rotary_kernel_missing", "cuda:0")]
+    assert "triton" in logs[0]["problem"]
+    rotary._kernel.cache_clear()
 
 
 # --- compiled ---------------------------------------------------------------------------------------------

@@ -6,11 +6,17 @@ Component i of a head and component i + half of it turn by the angle of their pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import structlog
 import torch
+
+log = structlog.get_logger()
+
+#: (queries, keys and values; cos; sin): turns the first two where they lie.
+Turn: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Angles(NamedTuple):
@@ -32,8 +38,8 @@ def turned(qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tenso
     over the memory of queries and keys, in float32, a sixth of the time of a whole tower on an H200; so a GPU has a
     kernel for it, and torch.compile makes its own of what is written out.
     """
-    if qkv.is_cuda and not torch.compiler.is_compiling() and (kernel := _kernel()) is not None:
-        kernel.turn(qkv, angles.cos, angles.sin)
+    if qkv.is_cuda and not torch.compiler.is_compiling() and (turn := _kernel(qkv.device)) is not None:
+        turn(qkv, angles.cos, angles.sin)
         q, k, v = qkv.unbind(1)
         return q, k, v
     first, second = qkv[:, :2].float().chunk(2, dim=-1)
@@ -42,15 +48,20 @@ def turned(qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tenso
     return q, k, qkv[:, 2]
 
 
-def has_kernel() -> bool:
-    """Whether Triton is there, as with torch's builds for CUDA."""
-    return find_spec("triton") is not None
+def has_kernel(device: torch.device) -> bool:
+    """Whether what is on this device is turned by a kernel."""
+    return device.type == "cuda" and _kernel(device) is not None
 
 
 @cache
-def _kernel() -> Any:
-    if not has_kernel():
-        return None
-    from tensorferry.stages.adapters import rotary_kernel
+def _kernel(device: torch.device) -> Turn | None:
+    """`rotary_kernel.turn`, tried once; where it does not work, the log says why. It needs Triton, which comes with
+    torch's builds for CUDA, and a C compiler, which Triton needs."""
+    try:
+        from tensorferry.stages.adapters.rotary_kernel import turn
 
-    return rotary_kernel
+        turn(torch.zeros(1, 3, 1, 2, device=device), *torch.zeros(2, 1, 1, device=device))
+    except Exception as problem:  # whatever Triton and its compilers raise: there is another way
+        log.warning("rotary_kernel_missing", device=str(device), problem=f"{type(problem).__name__}: {problem}")
+        return None
+    return turn

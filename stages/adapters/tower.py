@@ -167,7 +167,7 @@ class Tower:
             device=str(device),
             compiled=self._options.compile,
             unequal_stretches="together" if takes_unequal(device, self._dtype, self._head_width) else "one by one",
-            rotary="kernel" if has_kernel() else "written out",
+            rotary="kernel" if has_kernel(device) else "written out",
             s=round(time.monotonic() - began, 1),
         )
 
