@@ -86,7 +86,7 @@ def consume(line: socket.socket, folder: str) -> None:
         while packet := receive(line):
             if packet[:1] == PICKLED:
                 wait = packet[1:2] == WAIT
-                pickle.loads(packet[2:]).reconstruct_on_target_device(0)  # noqa: S301 - sent by our own parent
+                pickle.loads(packet[2:]).reconstruct_on_target_device(0)  # noqa: S301 - sent by our own parent, their way
                 if wait:
                     torch.cuda.current_stream().synchronize()
                 line.send(encode(time.monotonic_ns()))

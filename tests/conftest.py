@@ -25,6 +25,9 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.reader import Reader
+
 TESTS = Path(__file__).parent
 DEADLINE_S = 20.0  #: for anything one process waits for from another
 
@@ -200,6 +203,23 @@ class Peer:
         if outcome != "ok":
             raise PeerError(outcome, value)
         return value
+
+    def join(self, pool: Pool) -> int:
+        """Give it a pool of ours to read; its column."""
+        export, fds = pool.export()
+        answer = self.ask("attach", msgspec.msgpack.encode(export), fds=fds)
+        for fd in fds:
+            os.close(fd)
+        return pool.admit(msgspec.msgpack.decode(answer, type=Attachment), self.fds)
+
+    def offer(self, reader: Reader) -> tuple[int, int]:
+        """Have a reader of ours take its pool: our column, and the pool."""
+        export = msgspec.msgpack.decode(self.ask("export"), type=Export)
+        attachment, fds = reader.attach(export, self.fds)
+        column: int = self.ask("admit", msgspec.msgpack.encode(attachment), fds=fds)
+        for fd in fds:
+            os.close(fd)
+        return column, export.description.pool
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

@@ -635,7 +635,7 @@ def malformed(sentinel: Path) -> list[list[bytes]]:
     """Multipart messages that are none of ours, one for each way to be wrong."""
     dice = random.Random(11)
     good = bytes(encode(beat(1))[0])
-    crafted = pickle.dumps(Exploit(sentinel))
+    crafted = pickle.dumps(Exploit(sentinel))  # would leave its mark if anybody unpickled it
     one = [
         b"",
         b"\x00",
@@ -693,7 +693,7 @@ async def test_b28_bytes_that_are_not_even_zeromq_harm_nobody(context, address, 
     channel = kind(context, address, LIMITS, dropped.append)
     dice = random.Random(3)
     path = check_address(address)
-    crafted = pickle.dumps(Exploit(home / "exploited"))
+    crafted = pickle.dumps(Exploit(home / "exploited"))  # the same
     for junk in (b"GET / HTTP/1.1\r\n\r\n", crafted, b"\xff" * 1000, *(dice.randbytes(300) for _ in range(30))):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(DEADLINE_S)

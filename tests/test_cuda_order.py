@@ -19,12 +19,13 @@ from uuid import UUID, uuid4
 
 import numpy as np
 import pytest
+import torch
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, LeaseNotReady, LeasePoisoned, StaleLease, StreamCapturing
 from tensorferry.codecs.memory import registered
-from tensorferry.codecs.memory.cuda_device import StreamOrder
-from tensorferry.codecs.memory.cuda_driver import CudaError
+from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
+from tensorferry.codecs.memory.cuda_driver import CudaError, NoDriver
 from tensorferry.codecs.memory.cuda_ipc import CudaImport, CudaSegment
 from tensorferry.codecs.memory.memory import GpuHandle
 from tensorferry.codecs.messages import PoolDescription, Proxy
@@ -321,6 +322,15 @@ def test_r10_a_lost_context_is_not_tried_again(gpu: HandDrivenGpu, imported: Cud
         imported.lend(0, 100, gpu.order())
     assert problem.value.sticky
     assert gpu.calls == ["ipc_open", "copy"]
+
+
+def test_a_torch_that_cannot_use_cuda_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(NoDriver, match=r"torch .* cannot use CUDA: Torch not compiled with CUDA enabled"):
+        CudaDevice(SimpleNamespace(), 0)  # type: ignore[arg-type]
 
 
 # --- host memory that a GPU writes ------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ import pytest
 
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
-from tensorferry.codecs.pool.pool import Export
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline.config import Deployment, LimitsSpec, TimeoutsSpec
 from tensorferry.pipeline.stage import _forget
@@ -528,11 +527,7 @@ async def test_c3_a_dead_producer_s_pool_is_unmapped_once_its_requests_are_over(
         producers = [start_peer(), start_peer()]
         for producer in producers:
             producer.ask("create", 1 << 16, 8)
-            export = decode(producer.ask("export"), type=Export)
-            attachment, fds = reader.attach(export, producer.fds)
-            column = producer.ask("admit", encode(attachment), fds=fds)
-            for fd in fds:
-                os.close(fd)
+            column, _ = producer.offer(reader)
             proxy = decode(producer.ask("publish", column, bytes(8)), type=Proxy)
         killed_at = time.monotonic()
         producers[1].kill()

@@ -28,7 +28,7 @@ from tensorferry.codecs.memory.cuda_driver import CudaError, Driver
 from tensorferry.codecs.memory.cuda_vmm import BudgetTooSmall
 from tensorferry.codecs.messages import Origin, Proxy
 from tensorferry.codecs.pool import growth
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
@@ -98,25 +98,6 @@ def create(stub: Stub) -> Iterator[Create]:
 @pytest.fixture
 def start(start_peer: Callable[..., Peer], stub: Stub) -> Callable[[], Peer]:
     return lambda: start_peer("chunk_peer.py", **stub.environ)
-
-
-def connect(pool: Pool, peer: Peer) -> int:
-    """Give a peer this pool; its column."""
-    export, fds = pool.export()
-    answer = peer.ask("attach", encode(export), fds=fds)
-    for fd in fds:
-        os.close(fd)
-    return pool.admit(msgspec.msgpack.decode(answer, type=Attachment), peer.fds)
-
-
-def connect_to(peer: Peer, reader: Reader) -> int:
-    """Take a peer's pool; our column."""
-    export = msgspec.msgpack.decode(peer.ask("export"), type=Export)
-    attachment, fds = reader.attach(export, peer.fds)
-    column: int = peer.ask("admit", encode(attachment), fds=fds)
-    for fd in fds:
-        os.close(fd)
-    return column
 
 
 def connect_here(pool: Pool, reader: Reader) -> int:
@@ -240,7 +221,7 @@ def test_it_grows_with_demand_and_a_peer_reads_all_of_it(
     create: Create, start: Callable[[], Peer], until: Until
 ) -> None:
     pool, peer = create(8), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     payloads = fill(pool, column, 8)
     assert out(pool) == 8
     assert (mapped(pool), physical(os.getpid())) == (8, 8)
@@ -267,7 +248,7 @@ def test_the_spare_is_there_before_it_is_asked_for(create: Create, until: Until)
 
 def test_a_tensor_may_lie_in_three_chunks(create: Create, start: Callable[[], Peer], until: Until) -> None:
     pool, peer = create(8), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     with pool.lease(CHUNK // 2):
         data = some(3 * CHUNK - 1000)
         proxy = publish(pool, column, data)
@@ -412,7 +393,7 @@ def test_p5_a_budget_that_chunks_do_not_divide_stays_a_hard_cap(stub: Stub) -> N
 
 def test_idle_chunks_are_given_back_but_the_spare(create: Create, start: Callable[[], Peer], until: Until) -> None:
     pool, peer = create(8), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     for payload in fill(pool, column, 8):
         peer.ask("acknowledge", payload)
     shrink_to(pool, until, 7)
@@ -454,7 +435,7 @@ def test_c3_a_stopped_importer_pins_its_chunks_alone_and_they_stay_in_the_budget
     create: Create, start: Callable[[], Peer], until: Until
 ) -> None:
     pool, stopped, other = create(4), start(), start()
-    columns = connect(pool, stopped), connect(pool, other)
+    columns = stopped.join(pool), other.join(pool)
     for payload in fill(pool, columns[0], 2):
         stopped.ask("read", payload)
     stopped.stop()
@@ -481,7 +462,7 @@ def test_c3_a_stopped_importer_pins_its_chunks_alone_and_they_stay_in_the_budget
 
 def test_c3_a_killed_importer_holds_nothing(create: Create, start: Callable[[], Peer], until: Until) -> None:
     pool, doomed = create(4), start()
-    column = connect(pool, doomed)
+    column = doomed.join(pool)
     for payload in fill(pool, column, 4):
         doomed.ask("read", payload)
     shrink_to(pool, until, 3)
@@ -493,7 +474,7 @@ def test_c3_a_killed_importer_holds_nothing(create: Create, start: Callable[[], 
 
 def test_c3_killed_with_chunks_in_its_line(create: Create, start: Callable[[], Peer], until: Until) -> None:
     pool, doomed = create(4), start()
-    connect(pool, doomed)
+    doomed.join(pool)
     doomed.stop()
     with pool.lease(4 * CHUNK):
         pass
@@ -527,7 +508,7 @@ def test_a13_a_cached_import_of_a_retired_chunk_is_never_read(
 ) -> None:
     """Chunk 3 is retired and grown again: the same position, offset and size, other memory."""
     pool, peer = create(4), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     old = [msgspec.msgpack.decode(payload, type=Proxy) for payload in fill(pool, column, 4)]
     for proxy in old:
         peer.ask("read", encode(proxy))  # which caches the import
@@ -546,7 +527,7 @@ def test_a13_old_proxies_are_refused_before_any_memory_is_touched(
     create: Create, start: Callable[[], Peer], until: Until, refused: Callable[..., AbstractContextManager[Any]]
 ) -> None:
     pool, peer = create(4), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     payloads = fill(pool, column, 4)
     for payload in payloads:
         peer.ask("acknowledge", payload)
@@ -562,7 +543,7 @@ def test_a_lie_about_the_place_is_refused_where_there_is_no_chunk(
     create: Create, start: Callable[[], Peer], until: Until, refused: Callable[..., AbstractContextManager[Any]]
 ) -> None:
     pool, peer = create(4), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     until(lambda: pool.statistics().grown == 1)
     proxy = publish(pool, column, some(100))
     until(lambda: mapped(pool) == 2)
@@ -574,9 +555,9 @@ def test_a_lie_about_the_place_is_refused_where_there_is_no_chunk(
 
 def test_a_late_consumer_finds_the_chunks_that_are_there(create: Create, start: Callable[[], Peer]) -> None:
     pool, early, late = create(4), start(), start()
-    first = connect(pool, early)
+    first = early.join(pool)
     early.ask("read", fill(pool, first, 1, 3 * CHUNK)[0])
-    second = connect(pool, late)
+    second = late.join(pool)
     data = some(3 * CHUNK, 5)
     assert late.ask("read", encode(publish(pool, second, data)))[2] == digest(data)
     for each in (early, late):
@@ -730,8 +711,8 @@ def test_r7_a_reader_that_detaches_holds_nothing_and_says_so(
     create: Create, start: Callable[[], Peer], until: Until
 ) -> None:
     pool, peer, other = create(4), start(), start()
-    column = connect(pool, peer)
-    connect(pool, other)
+    column = peer.join(pool)
+    other.join(pool)
     for payload in fill(pool, column, 3):
         peer.ask("read", payload)
     other.stop()
@@ -750,7 +731,7 @@ def test_r7_a_reader_that_detaches_holds_nothing_and_says_so(
 
 def test_a_closed_pool_s_bytes_stay_with_those_who_have_its_chunks(create: Create, start: Callable[[], Peer]) -> None:
     pool, peer = create(4), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     payload = encode(publish(pool, column, some(3 * CHUNK)))
     pool.close()
     assert peer.ask("read", payload)[2] == digest(some(3 * CHUNK)), "though it had mapped nothing until now"
@@ -765,7 +746,7 @@ def test_l12_a_killed_producer_s_chunks_can_be_read_and_go_with_the_last_reader(
     producer = start()
     producer.ask("create", 4 * CHUNK, 16, {"memory": "cuda_vmm", "chunk_nbytes": CHUNK, "grow_wait_s": WAIT_S})
     with Reader() as reader:
-        column = connect_to(producer, reader)
+        column = producer.offer(reader)[0]
         proxies = [
             msgspec.msgpack.decode(producer.ask("publish", column, bytes(some(190_000, seed))), type=Proxy)
             for seed in range(14)
@@ -787,8 +768,8 @@ def test_c3_an_importer_killed_while_chunks_come_and_go(
     create: Create, start: Callable[[], Peer], until: Until, moment: str
 ) -> None:
     pool, doomed, other = create(8), start(), start()
-    connect(pool, doomed)
-    column = connect(pool, other)
+    doomed.join(pool)
+    column = other.join(pool)
     payloads = fill(pool, column, 4)
     if moment == "growing":
         doomed.send("upkeep")
@@ -816,7 +797,7 @@ def test_l4_100_times_to_the_budget_and_back_leaves_nothing(
     create: Create, start: Callable[[], Peer], until: Until, belongings: Callable[[], Any]
 ) -> None:
     pool, peer = create(4), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
 
     def there_and_back() -> None:
         for payload in fill(pool, column, 4):
@@ -883,7 +864,7 @@ def test_who_does_not_empty_its_line_is_dispatched_nothing_that_it_cannot_map(
     create: Create, start: Callable[[], Peer], until: Until
 ) -> None:
     pool, stopped = create(40, slots=64), start()
-    column = connect(pool, stopped)
+    column = stopped.join(pool)
     until(lambda: pool.statistics().grown == 1)
     line = pool._consumers[column].line
     assert line is not None
@@ -984,7 +965,7 @@ def test_what_a_process_without_descriptors_cannot_take_it_does_not_hold(
     refused: Callable[..., AbstractContextManager[Any]],
 ) -> None:
     pool, peer = create(4), start()
-    column = connect(pool, peer)
+    column = peer.join(pool)
     peer.ask("run_short_of_descriptors", True)
     payloads = fill(pool, column, 4)
     with refused("StaleLease", "which has not come"):

@@ -48,7 +48,7 @@ from structlog.testing import capture_logs
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.codecs.messages import Inline, Payload
-from tensorferry.codecs.pool.pool import Attachment, Pool
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
@@ -70,15 +70,6 @@ START_S = 60.0
 KIB, MIB = 1 << 10, 1 << 20
 Peer = Any  #: conftest.Peer
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
-
-
-def join(pool: Pool, peer: Peer) -> int:
-    """Give a peer this pool; its column."""
-    export, fds = pool.export()
-    answer = peer.ask("attach", encode(export), fds=fds)
-    for fd in fds:
-        os.close(fd)
-    return pool.admit(decode(answer, type=Attachment), peer.fds)
 
 
 def some(nbytes: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -126,7 +117,7 @@ async def test_b01_a_slow_consumer_costs_no_memory_and_reclaim_needs_no_traffic(
     """200 tensors for two processes, of which one reads each three tensors late."""
     quick, slow = start_peer(), start_peer()
     with Pool.create(256 * KIB, 64) as pool:
-        columns = [join(pool, quick), join(pool, slow)]
+        columns = [quick.join(pool), slow.join(pool)]
         publisher = Publisher(pool, inline_below_nbytes=0)
         recycling = asyncio.create_task(recycle(pool, 0.001))
         late: list[tuple[int, bytes, list[bytes]]] = []
@@ -204,7 +195,7 @@ def test_b08_a_lease_waits_for_those_who_read_and_for_nobody_else(readers: list[
 def test_b09_one_item_for_three_samples_of_two_ranks(start_peer: Callable[[], Peer]) -> None:
     with Pool.create(MIB, 8) as pool:
         ranks = [start_peer(), start_peer()]
-        columns = [join(pool, rank) for rank in ranks]
+        columns = [rank.join(pool) for rank in ranks]
         with Publisher(pool, inline_below_nbytes=0).publish(some(1000)) as draft:
             proxies = [encode(draft.dispatch(column, [], consumers=2, uses=3)[0]) for column in columns]
         for _ in range(3):

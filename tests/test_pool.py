@@ -21,7 +21,7 @@ import pytest
 from tensorferry.codecs.errors import AttachRefused, LeaseError, PeerGone, PoolFull
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Payload, Proxy
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.pool.pool import Attachment, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
@@ -36,25 +36,6 @@ encode = msgspec.msgpack.encode
 def pool() -> Iterator[Pool]:
     with Pool.create(MIB, 8) as pool:
         yield pool
-
-
-def connect(pool: Pool, peer: Peer) -> int:
-    """Give a peer this pool; its column."""
-    export, fds = pool.export()
-    answer = peer.ask("attach", encode(export), fds=fds)
-    for fd in fds:
-        os.close(fd)
-    return pool.admit(msgspec.msgpack.decode(answer, type=Attachment), peer.fds)
-
-
-def connect_to(peer: Peer, reader: Reader) -> int:
-    """Take a peer's pool; our column."""
-    export = msgspec.msgpack.decode(peer.ask("export"), type=Export)
-    attachment, fds = reader.attach(export, peer.fds)
-    column: int = peer.ask("admit", encode(attachment), fds=fds)
-    for fd in fds:
-        os.close(fd)
-    return column
 
 
 def some(nbytes: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -83,7 +64,7 @@ def out(pool: Pool) -> int:
 
 
 def test_a_peer_reads_what_was_written(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     for seed in range(20):  # more than there are slots
         [payload], _ = send(pool, column, some(100_000, seed).reshape(100, 1000))
         assert out(pool) == 1
@@ -93,12 +74,12 @@ def test_a_peer_reads_what_was_written(pool: Pool, peer: Peer) -> None:
 
 
 def test_no_process_of_a_pool_imports_torch(pool: Pool, peer: Peer) -> None:
-    connect(pool, peer)
+    peer.join(pool)
     assert peer.ask("belongings")[2] == 0
 
 
 def test_l10_written_in_place(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     with Publisher(pool).draft([("float32", (200, 200))]) as draft:
         draft.views[0].numpy()[:] = np.arange(200, dtype=np.float32)
         [payload] = draft.dispatch(column, [])
@@ -108,7 +89,7 @@ def test_l10_written_in_place(pool: Pool, peer: Peer) -> None:
 
 
 def test_materialised_bytes_are_the_peer_s_own(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     [payload], _ = send(pool, column, some(MIB // 2, 1))
     peer.ask("materialise", payload)
     assert out(pool) == 0
@@ -117,7 +98,7 @@ def test_materialised_bytes_are_the_peer_s_own(pool: Pool, peer: Peer) -> None:
 
 
 def test_l10_borrowed_bytes_stay_until_they_are_given_back(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     [payload], _ = send(pool, column, some(MIB // 2, 1))
     peer.ask("borrow", payload)
     for seed in range(20):  # traffic all around it
@@ -129,7 +110,7 @@ def test_l10_borrowed_bytes_stay_until_they_are_given_back(pool: Pool, peer: Pee
 
 
 def test_l9_a_packed_item_is_one_lease(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     tensors = some(1000, 1), some(24, 2).view("<i8"), np.zeros((0, 5), np.float16)
     payloads, _ = send(pool, column, *tensors)
     for tensor, payload in zip(tensors, payloads, strict=True):
@@ -139,7 +120,7 @@ def test_l9_a_packed_item_is_one_lease(pool: Pool, peer: Peer) -> None:
 
 
 def test_b09_uses(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     [payload], _ = send(pool, column, some(1000), uses=3)
     peer.ask("read", payload)
     peer.ask("acknowledge", payload)
@@ -149,7 +130,7 @@ def test_b09_uses(pool: Pool, peer: Peer) -> None:
 
 
 def test_e4_acknowledged_unread(pool: Pool, peer: Peer, refused: Refused) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     [payload], _ = send(pool, column, some(1000))
     peer.ask("acknowledge", payload)
     assert out(pool) == 0
@@ -159,7 +140,7 @@ def test_e4_acknowledged_unread(pool: Pool, peer: Peer, refused: Refused) -> Non
 
 def test_l3_abandoned_before_it_was_ready(pool: Pool, peer: Peer) -> None:
     """A request that is given up gives its proxies back at once; the bytes come back when they are written."""
-    column = connect(pool, peer)
+    column = peer.join(pool)
     with pool.lease(1000) as lease:
         slot, generation, offset, _ = lease.grant
         peer.ask("acknowledge", encode(Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,))))
@@ -169,7 +150,7 @@ def test_l3_abandoned_before_it_was_ready(pool: Pool, peer: Peer) -> None:
 
 
 def test_b07_a_peer_s_error_gives_the_lease_back(pool: Pool, peer: Peer, refused: Refused) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     [payload], _ = send(pool, column, some(1000))
     with refused("ArithmeticError"):
         peer.ask("fail_inside", payload)
@@ -177,8 +158,8 @@ def test_b07_a_peer_s_error_gives_the_lease_back(pool: Pool, peer: Peer, refused
 
 
 def test_every_consumer_must_acknowledge(pool: Pool, peer: Peer, start_peer: Callable[[], Peer]) -> None:
-    columns, other = [connect(pool, peer)], start_peer()
-    columns.append(connect(pool, other))
+    columns, other = [peer.join(pool)], start_peer()
+    columns.append(other.join(pool))
     with Publisher(pool).publish(some(MIB // 2)) as draft:
         payloads = [encode(draft.dispatch(column, [], consumers=2)[0]) for column in columns]
     for each, payload in zip((peer, other), payloads, strict=True):
@@ -188,7 +169,7 @@ def test_every_consumer_must_acknowledge(pool: Pool, peer: Peer, start_peer: Cal
 
 
 def test_bytes_are_not_shown_before_they_are_written(pool: Pool, peer: Peer, refused: Refused) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     with pool.lease(1000) as lease:
         slot, generation, offset, _ = lease.grant
         payload = encode(Proxy(pool.description.pool, slot, generation, offset, CODES["uint8"], (1000,)))
@@ -220,7 +201,7 @@ def test_l3_cancelled_leases_come_back(pool: Pool) -> None:
 
 
 def test_a14_a_block_that_fails_after_dispatch_leaves_the_lease_to_its_consumer(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     told: list[Proxy] = []
 
     def fails_after_dispatch() -> None:
@@ -239,7 +220,7 @@ def test_a14_a_block_that_fails_after_dispatch_leaves_the_lease_to_its_consumer(
 
 
 def test_l3_what_a_lease_s_state_does_not_allow_is_refused_with_its_name(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     with pool.lease(1000) as lease:
         with pytest.raises(LeaseError, match="no consumer has column 5"):
             lease.dispatch([column, 5])
@@ -260,7 +241,7 @@ def test_l3_what_a_lease_s_state_does_not_allow_is_refused_with_its_name(pool: P
 
 def test_l12_a_killed_consumer_gives_everything_back(pool: Pool, start_peer: Callable[[], Peer]) -> None:
     consumer = start_peer()
-    column = connect(pool, consumer)
+    column = consumer.join(pool)
     payloads = [send(pool, column, some(100_000, seed))[0][0] for seed in range(3)]
     consumer.ask("borrow", payloads[0])  # one being read, two still in the mail
     assert out(pool) == 3
@@ -276,7 +257,7 @@ def test_l12_a_killed_consumer_gives_everything_back(pool: Pool, start_peer: Cal
 
 def test_l12_a_full_pool_finds_the_dead_by_itself(pool: Pool, start_peer: Callable[[], Peer]) -> None:
     consumer = start_peer()
-    column = connect(pool, consumer)
+    column = consumer.join(pool)
     for seed in range(3):
         send(pool, column, some(300_000, seed))
     with pytest.raises(PoolFull), pool.lease(MIB):
@@ -293,7 +274,7 @@ def test_the_death_of_one_consumer_is_not_the_acknowledgement_of_another(
     pool: Pool, peer: Peer, start_peer: Callable[[], Peer]
 ) -> None:
     doomed = start_peer()
-    columns = [connect(pool, doomed), connect(pool, peer)]
+    columns = [doomed.join(pool), peer.join(pool)]
     with Publisher(pool).publish(some(MIB // 2)) as draft:
         _, payload = (encode(draft.dispatch(column, [], consumers=2)[0]) for column in columns)
     doomed.kill()
@@ -307,7 +288,7 @@ def test_l12_what_a_killed_producer_had_finished_is_still_read(start_peer: Calla
     producer = start_peer()
     producer.ask("create", MIB, 8)
     with Reader() as reader:
-        column = connect_to(producer, reader)
+        column = producer.offer(reader)[0]
         ready = decode(producer.ask("publish", column, bytes(some(50_000, 1))))
         unready = decode(producer.ask("begin", 1000))
         assert isinstance(unready, Proxy)
@@ -326,7 +307,7 @@ def test_b07_a_stopped_consumer_keeps_its_own_leases_and_nobody_else_s(
     pool: Pool, peer: Peer, start_peer: Callable[[], Peer]
 ) -> None:
     stopped = start_peer()
-    slow, quick = connect(pool, stopped), connect(pool, peer)
+    slow, quick = stopped.join(pool), peer.join(pool)
     [kept], _ = send(pool, slow, some(200_000, 99))
     stopped.ask("borrow", kept)
     stopped.stop()
@@ -347,10 +328,10 @@ def test_c2_a_consumer_that_comes_again_says_nothing_for_its_former_life(
     pool: Pool, start_peer: Callable[[], Peer]
 ) -> None:
     former, successor = start_peer(), start_peer()
-    column = connect(pool, former)
+    column = former.join(pool)
     [payload], _ = send(pool, column, some(1000))
     former.kill()
-    again = connect(pool, successor)
+    again = successor.join(pool)
     assert again != column
     successor.ask("acknowledge", payload)  # mail of a former life
     assert out(pool) == 1
@@ -370,7 +351,7 @@ def test_a_store_into_a_borrowed_view_kills_the_culprit_and_changes_nothing(
     pool: Pool, start_peer: Callable[[], Peer]
 ) -> None:
     culprit = start_peer()
-    column = connect(pool, culprit)
+    column = culprit.join(pool)
     [payload], _ = send(pool, column, np.zeros(1000, np.uint8))
     culprit.send("store_into", payload)
     assert culprit.wait() == -signal.SIGSEGV
@@ -381,7 +362,7 @@ def test_a_store_into_a_borrowed_view_kills_the_culprit_and_changes_nothing(
 
 def test_a_closed_pool_s_bytes_stay_with_those_who_map_them(peer: Peer) -> None:
     with Pool.create(MIB, 8) as pool:
-        column = connect(pool, peer)
+        column = peer.join(pool)
         [payload], _ = send(pool, column, some(1000))
     assert peer.ask("read", payload)[2] == digest(some(1000))
 
@@ -402,7 +383,7 @@ def test_a_closed_pool_s_bytes_stay_with_those_who_map_them(peer: Peer) -> None:
 def test_b31_a_lie_about_the_bytes_is_an_error_and_a_release(
     pool: Pool, peer: Peer, refused: Refused, lie: dict[str, Any], error: str
 ) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     [payload], _ = send(pool, column, some(1000))
     for act in ("read", "borrow"):
         with refused(error if act == "read" else "StaleLease"):
@@ -412,7 +393,7 @@ def test_b31_a_lie_about_the_bytes_is_an_error_and_a_release(
 
 @pytest.mark.parametrize("lie", [{"slot": 8}, {"generation": 99}, {"pool": 1}], ids=str)
 def test_b31_a_lie_about_the_lease_frees_nothing(pool: Pool, peer: Peer, refused: Refused, lie: dict[str, Any]) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     [payload], _ = send(pool, column, some(1000))
     with refused("BadTensor|StaleLease|PeerGone"):
         peer.ask("acknowledge", encode(msgspec.structs.replace(decode(payload), **lie)))
@@ -472,7 +453,7 @@ def test_a_strange_attachment_is_refused_with_everything_closed(
 
 
 def test_l5_a_full_pool_s_surplus_arrives_inline(pool: Pool, peer: Peer) -> None:
-    column = connect(pool, peer)
+    column = peer.join(pool)
     fallbacks: list[int] = []
     publisher = Publisher(pool, on_fallback=lambda full, _: fallbacks.append(full.wanted_nbytes))
     sent = []
@@ -495,7 +476,7 @@ def test_l5_a_full_pool_s_surplus_arrives_inline(pool: Pool, peer: Peer) -> None
 
 def test_n_slices_of_a_pool_are_one_mapping_in_a_consumer(pool: Pool, peer: Peer) -> None:
     before = peer.ask("belongings")
-    column = connect(pool, peer)
+    column = peer.join(pool)
     attached = peer.ask("belongings")
     for seed in range(200):
         [payload], _ = send(pool, column, some(64, seed))
@@ -511,7 +492,7 @@ def test_attaching_and_leaving_again_and_again_leaves_nothing(
 ) -> None:
     before, theirs = belongings(), peer.ask("belongings")
     for _ in range(20):
-        column = connect(pool, peer)
+        column = peer.join(pool)
         send(pool, column, some(1000))
         peer.ask("detach", pool.description.pool)
         pool.strike(column)
@@ -524,7 +505,7 @@ def test_what_a_process_may_have_open_is_enough_for_many_pools(peer: Peer) -> No
     """B22: descriptors do not grow with leases, only with pools and consumers."""
     with ExitStack() as pools:
         for _ in range(10):
-            connect(pools.enter_context(Pool.create(1 << 16, 8)), peer)
+            peer.join(pools.enter_context(Pool.create(1 << 16, 8)))
         descriptors, mappings, _ = peer.ask("belongings")
         assert mappings == 30
         assert descriptors < 80

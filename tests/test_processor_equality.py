@@ -17,7 +17,8 @@ from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors.base import Clip, plan, write
 from tensorferry.stages.processors.image import upright
-from tensorferry.stages.processors.options import QWEN3_VL
+from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
+from tensorferry.stages.processors.qwen2_vl import NORMALISATIONS
 from tensorferry.stages.processors.registry import make_processor
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
@@ -58,6 +59,33 @@ def test_images_are_bit_for_bit_those_of_the_pil_processor(name: str, path: Path
         out = View.empty(plan.dtype, plan.shape)
         processor.write(data, plan, out)
         assert torch.equal(out.torch(), pixels.to(getattr(torch, dtype)))
+
+
+def test_the_defaults_are_those_of_transformers() -> None:
+    """But for the sizes of Qwen3-VL, which its checkpoints' files have and the classes have not."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    image, options = Qwen2VLImageProcessorPil, Qwen2VLOptions()
+    assert image.size == {"shortest_edge": options.min_pixels, "longest_edge": options.max_pixels}
+    assert NORMALISATIONS[options.normalisation] == (tuple(image.image_mean), tuple(image.image_std))
+    for key in ("patch_size", "merge_size", "temporal_patch_size"):
+        assert getattr(image, key) == getattr(options, key)
+
+
+def test_the_defaults_of_videos_are_those_of_transformers() -> None:
+    pytest.importorskip("torchvision", reason="torchvision is not installed; transformers needs it for videos")
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    qwen2, qwen3 = Qwen2VLOptions(), Qwen2VLOptions(**QWEN3_VL)  # type: ignore[arg-type]
+    for video, options in ((Qwen2VLVideoProcessor, qwen2), (Qwen3VLVideoProcessor, qwen3)):
+        assert (video.min_frames, video.max_frames) == (options.video_min_frames, options.video_max_frames)
+        assert NORMALISATIONS[options.normalisation] == (tuple(video.image_mean), tuple(video.image_std))
+        for key in ("patch_size", "merge_size", "temporal_patch_size"):
+            assert getattr(video, key) == getattr(options, key)
+    size = {"shortest_edge": qwen2.video_min_pixels, "longest_edge": qwen2.video_max_pixels}
+    assert Qwen2VLVideoProcessor.size == size
+    assert Qwen3VLVideoProcessor.fps == qwen3.video_fps
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl"])

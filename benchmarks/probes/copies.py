@@ -2,9 +2,9 @@
 
 `python -m benchmarks.probes.copies`: the first process copies into memory that the second has open and stores a word
 behind the copy; the second sees the word, copies out and stores its own. Microseconds a round, and GB/s of copies back
-to back in one process alone. Ordinary copies run on the GPU's compute units, which two processes take turns on; those
-that are asked not to compete with compute run on its copy engines. `after a kernel`: the first process fills its
-source by a kernel each round, as a processor would.
+to back in one process alone. `words`: no copy at all. `overlap`: asked not to compete with compute, to see whether the
+copy engines take it, for which two processes need not take turns. `after a kernel`: the first process fills its source
+by a kernel each round, as a processor would.
 """
 
 from __future__ import annotations

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
 from tensorferry.codecs.memory.cuda_driver import CudaError, Driver
+from tensorferry.codecs.memory.cuda_memory import CudaMemory
 from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Order
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.control import Page
 
 #: An IPC handle opens a whole allocation; smaller ones may share a page of 2 MiB with others, so take whole pages.
 PAGE_NBYTES = 2 << 20
@@ -27,17 +24,17 @@ _exported: dict[bytes, CudaSegment] = {}
 _exported_lock = threading.Lock()
 
 
-class CudaSegment:
+class CudaSegment(CudaMemory):
     """Memory of a GPU that this process has allocated for a pool. See `memory.Memory`.
 
     Holds: an allocation, until it and all imports of it in this process are closed; a reference to the context.
     """
 
-    on_host = False
     borrowed = True
 
     def __init__(self, device: CudaDevice, pointer: int, nbytes: int, handle: bytes) -> None:
-        self.device, self.pointer, self.nbytes = device, pointer, nbytes
+        super().__init__(device)
+        self.address, self.nbytes = pointer, nbytes
         self._handle = handle
         self._data = device.over(pointer, nbytes)
         self._users = 1
@@ -56,29 +53,8 @@ class CudaSegment:
             undo.pop_all()
         return segment
 
-    def order(self) -> Order:
-        return self.device.order()
-
     def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
         return self._data[offset : offset + nbytes]
-
-    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
-        assert isinstance(order, StreamOrder)
-        self.device.call("copy", into.data_ptr(), self.pointer + offset, into.nbytes, order.stream)
-
-    def returned(self, order: Order) -> None: ...
-
-    def private(self, nbytes: int) -> Bytes | None:
-        return self.device.empty(nbytes, self.device.current_stream())
-
-    def adopt(self, page: Page) -> None:
-        register(self.device, page)
-
-    def disown(self, page: Page) -> None:
-        unregister(self.device, page)
-
-    def descriptors(self) -> list[int]:
-        return []
 
     def handle(self) -> GpuHandle | None:
         return GpuHandle(self.device.uuid.bytes, self._handle)
@@ -91,24 +67,22 @@ class CudaSegment:
                 return
             del _exported[self._handle]
         self._data = None
-        self.device.call("free", self.pointer)
+        self.device.call("free", self.address)
         self.device.close()
 
 
-class CudaImport:
+class CudaImport(CudaMemory):
     """Another process's CudaSegment (or this one's own), as it is mapped here. See `memory.Memory`.
 
     Holds: the mapping, until `close`; without the cache, while something of it is lent. A reference to the context.
     """
 
-    on_host = False
-
     def __init__(self, device: CudaDevice, nbytes: int, gpu: GpuHandle, *, cached: bool) -> None:
-        self.device, self.nbytes = device, nbytes
+        super().__init__(device)
+        self.nbytes = nbytes
         self.borrowed = device.uuid.bytes == gpu.device
         self._handle, self._cached = gpu.handle, cached
         self._lock = threading.Lock()
-        self._pointer = 0  # of the mapping, 0: none
         self._data: Bytes = None
         self._users = 0  # of the mapping; the cache is one
         self._segment: CudaSegment | None = None
@@ -126,7 +100,7 @@ class CudaImport:
             imported = cls(device, nbytes, gpu, cached=cached)
             imported._open()
             undo.callback(imported._shut)
-            found = device.call("extent", imported._pointer)
+            found = device.call("extent", imported.address)
             if not 0 < nbytes <= found:
                 raise AttachRefused(f"an allocation of {found} bytes on {device.uuid}; {nbytes} were announced")
             if not cached:
@@ -134,23 +108,24 @@ class CudaImport:
             undo.pop_all()
         return imported
 
-    def order(self) -> Order:
-        return self.device.order()
-
     def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
+        if not self.borrowed:
+            return self.local(offset, nbytes, order)
         if not self._cached:
             self._open()
-        if self.borrowed:
-            return self._data[offset : offset + nbytes]
-        assert isinstance(order, StreamOrder)
-        local = self.device.empty(nbytes, order.stream)
-        self._copy(offset, local, order)
-        return local
+        return self._data[offset : offset + nbytes]
 
     def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
         if not self._cached:
             self._open()
-        self._copy(offset, into, order)
+        for last in (False, True):
+            try:
+                super().copy_out(offset, into, order)
+                return
+            except CudaError as problem:
+                if problem.sticky or last:
+                    raise
+                self.invalidate()
 
     def returned(self, order: Order) -> None:
         """Without the cache, waits for the order's stream, and for no other."""
@@ -158,21 +133,6 @@ class CudaImport:
             assert isinstance(order, StreamOrder)
             self.device.call("synchronize", order.stream)
             self._shut()
-
-    def private(self, nbytes: int) -> Bytes | None:
-        return self.device.empty(nbytes, self.device.current_stream())
-
-    def adopt(self, page: Page) -> None:
-        register(self.device, page)
-
-    def disown(self, page: Page) -> None:
-        unregister(self.device, page)
-
-    def descriptors(self) -> list[int]:
-        return []
-
-    def handle(self) -> GpuHandle | None:
-        return None
 
     def invalidate(self) -> None:
         """Map it anew: what is mapped now was found stale."""
@@ -189,17 +149,6 @@ class CudaImport:
         if self._cached:
             self._shut()
         self.device.close()
-
-    def _copy(self, offset: int, into: Bytes, order: Order) -> None:
-        assert isinstance(order, StreamOrder)
-        for last in (False, True):
-            try:
-                self.device.call("copy", into.data_ptr(), self._pointer + offset, into.nbytes, order.stream)
-                return
-            except CudaError as problem:
-                if problem.sticky or last:
-                    raise
-                self.invalidate()
 
     def _open(self) -> None:
         with self._lock:
@@ -219,29 +168,16 @@ class CudaImport:
             if self._segment is not None:
                 self._segment._users += 1
         if self._segment is not None:
-            self._pointer = self._segment.pointer
+            self.address = self._segment.address
         else:
-            self._pointer = self.device.call("ipc_open", self._handle)
+            self.address = self.device.call("ipc_open", self._handle)
         if self.borrowed:
-            self._data = self.device.over(self._pointer, self.nbytes)
+            self._data = self.device.over(self.address, self.nbytes)
 
     def _unmap(self) -> None:
-        pointer, self._pointer, self._data = self._pointer, 0, None
+        address, self.address, self._data = self.address, 0, None
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-        elif pointer:
-            self.device.call("ipc_close", pointer)
-
-
-def register(device: CudaDevice, page: Page) -> None:
-    """Let streams store into a page of this process's own words. Nobody's stream touches another's."""
-    segment = page.segment
-    page.device_address = device.call("register", segment.data.ctypes.data, segment.nbytes, read_only=False)
-
-
-def unregister(device: CudaDevice, page: Page) -> None:
-    """Waits for the stores and waits that are queued on it (cuMemHostUnregister; seen on an H200)."""
-    if page.device_address:
-        page.device_address = 0
-        device.call("unregister", page.segment.data.ctypes.data)
+        elif address:
+            self.device.call("ipc_close", address)

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from tensorferry.codecs.errors import AttachRefused, FerryError
-from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
+from tensorferry.codecs.memory.cuda_device import CudaDevice
 from tensorferry.codecs.memory.cuda_driver import Driver, HandleKind
-from tensorferry.codecs.memory.cuda_ipc import register, unregister
+from tensorferry.codecs.memory.cuda_memory import CudaMemory
 from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Order
 from tensorferry.codecs.pool.chunks import divided
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.control import Page
 
 CHUNK_NBYTES = 64 << 20  #: a chunk costs about 1 ms to make and hand over, whatever its size
 
@@ -36,21 +32,22 @@ class BudgetTooSmall(FerryError):
         return f"a pool of {self.nbytes} bytes: GPU memory comes in chunks of {self.granularity}; raise its budget_mb"
 
 
-class VmmSegment:
+class VmmSegment(CudaMemory):
     """Chunks of a GPU's memory that this process makes for a pool. See `memory.Growing`.
 
     Holds: addresses, until `close`; of each chunk a mapping and a descriptor, until `shrink`; a reference to the
     context. The handle that a chunk is made with is released as soon as it is mapped.
     """
 
-    on_host = False
     borrowed = True
 
     def __init__(self, device: CudaDevice, nbytes: int, chunk_nbytes: int, kind: HandleKind = "posix_fd") -> None:
         """Takes over the device. nbytes: a multiple of chunk_nbytes, and that one of the granularity."""
-        self.device, self.nbytes, self.chunk_nbytes = device, nbytes, chunk_nbytes
+        super().__init__(device)
+        self.nbytes, self.chunk_nbytes = nbytes, chunk_nbytes
         self._kind = kind
         self._space = _Space(device, nbytes, chunk_nbytes, borrowed=True)
+        self.address = self._space.address
         self._descriptors: dict[int, int] = {}
 
     @classmethod
@@ -91,29 +88,8 @@ class VmmSegment:
 
     # --- as a pool's memory
 
-    def order(self) -> Order:
-        return self.device.order()
-
     def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
         return self._space.view(offset, nbytes)
-
-    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
-        assert isinstance(order, StreamOrder)
-        self.device.call("copy", into.data_ptr(), self._space.address + offset, into.nbytes, order.stream)
-
-    def returned(self, order: Order) -> None: ...
-
-    def private(self, nbytes: int) -> Bytes | None:
-        return self.device.empty(nbytes, self.device.current_stream())
-
-    def adopt(self, page: Page) -> None:
-        register(self.device, page)
-
-    def disown(self, page: Page) -> None:
-        unregister(self.device, page)
-
-    def descriptors(self) -> list[int]:
-        return []
 
     def handle(self) -> GpuHandle | None:
         return GpuHandle(self.device.uuid.bytes, b"")
@@ -128,22 +104,22 @@ class VmmSegment:
             self._descriptors.clear()
 
 
-class VmmImport:
+class VmmImport(CudaMemory):
     """Another process's VmmSegment (or this one's own), as it is mapped here. See `memory.Arriving`.
 
     Holds: addresses, until `close`; of each chunk a mapping, until `unmap`. A reference to the context.
     """
 
-    on_host = False
-
     def __init__(
         self, device: CudaDevice, nbytes: int, chunk_nbytes: int, gpu: GpuHandle, kind: HandleKind = "posix_fd"
     ) -> None:
         """Takes over the device."""
-        self.device, self.nbytes, self.chunk_nbytes = device, nbytes, chunk_nbytes
+        super().__init__(device)
+        self.nbytes, self.chunk_nbytes = nbytes, chunk_nbytes
         self.borrowed = device.uuid.bytes == gpu.device
         self._kind = kind
         self._space = _Space(device, nbytes, chunk_nbytes, borrowed=self.borrowed)
+        self.address = self._space.address
 
     @classmethod
     def attach(cls, gpu: GpuHandle, nbytes: int, chunk_nbytes: int, *, ordinal: int | None) -> VmmImport:
@@ -182,37 +158,10 @@ class VmmImport:
 
     # --- as a pool's memory
 
-    def order(self) -> Order:
-        return self.device.order()
-
     def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
         if self.borrowed:
             return self._space.view(offset, nbytes)
-        assert isinstance(order, StreamOrder)
-        local = self.device.empty(nbytes, order.stream)
-        self.copy_out(offset, local, order)
-        return local
-
-    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
-        assert isinstance(order, StreamOrder)
-        self.device.call("copy", into.data_ptr(), self._space.address + offset, into.nbytes, order.stream)
-
-    def returned(self, order: Order) -> None: ...
-
-    def private(self, nbytes: int) -> Bytes | None:
-        return self.device.empty(nbytes, self.device.current_stream())
-
-    def adopt(self, page: Page) -> None:
-        register(self.device, page)
-
-    def disown(self, page: Page) -> None:
-        unregister(self.device, page)
-
-    def descriptors(self) -> list[int]:
-        return []
-
-    def handle(self) -> GpuHandle | None:
-        return None
+        return self.local(offset, nbytes, order)
 
     def close(self) -> None:
         """Waits for the device, if anything is mapped."""
@@ -240,7 +189,7 @@ class _Space:
         if position == 0 and self._borrowed and self._whole is None:
             try:  # torch asks the driver about a tensor's first byte, when it is made and never again
                 self._whole = self._device.over(self.address, self._nbytes)
-            except BaseException:
+            except BaseException:  # interrupted, too: who asked for the chunk will take it for one that did not come
                 self.take(position)
                 raise
 

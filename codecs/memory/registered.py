@@ -9,31 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
-from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
+from tensorferry.codecs.memory.cuda_device import CudaDevice
 from tensorferry.codecs.memory.cuda_driver import Driver
-from tensorferry.codecs.memory.cuda_ipc import register, unregister
+from tensorferry.codecs.memory.cuda_memory import CudaMemory
 from tensorferry.codecs.memory.host import HostSegment
-from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Order
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.control import Page
+from tensorferry.codecs.memory.memory import Bytes, Order
 
 
-class RegisteredSegment:
+class RegisteredSegment(CudaMemory):
     """A HostSegment of this process or of a peer, registered with one GPU. See `memory.Memory`.
 
     Holds: the segment and its registration, until `close`; a reference to the context.
     """
 
-    on_host = False
-
     def __init__(self, segment: HostSegment, device: CudaDevice, pointer: int, *, borrowed: bool) -> None:
         """pointer: where the GPU reaches the segment. borrowed: lend the pages themselves, and not a local copy."""
-        self.borrowed = borrowed
+        super().__init__(device)
+        self.borrowed, self.address = borrowed, pointer
         self.nbytes = segment.nbytes
-        self._segment, self._device, self._pointer = segment, device, pointer
+        self._segment = segment
         self._data = device.over(pointer, segment.nbytes)
 
     @classmethod
@@ -66,42 +61,18 @@ class RegisteredSegment:
             undo.pop_all()
         return self
 
-    def order(self) -> Order:
-        return self._device.order()
-
     def lend(self, offset: int, nbytes: int, order: Order) -> Bytes:
         if self.borrowed:
             return self._data[offset : offset + nbytes]
-        assert isinstance(order, StreamOrder)
-        local = self._device.empty(nbytes, order.stream)
-        self.copy_out(offset, local, order)
-        return local
-
-    def copy_out(self, offset: int, into: Bytes, order: Order) -> None:
-        assert isinstance(order, StreamOrder)
-        self._device.call("copy", into.data_ptr(), self._pointer + offset, into.nbytes, order.stream)
-
-    def returned(self, order: Order) -> None: ...
-
-    def private(self, nbytes: int) -> Bytes | None:
-        return self._device.empty(nbytes, self._device.current_stream())
-
-    def adopt(self, page: Page) -> None:
-        register(self._device, page)
-
-    def disown(self, page: Page) -> None:
-        unregister(self._device, page)
+        return self.local(offset, nbytes, order)
 
     def descriptors(self) -> list[int]:
         return self._segment.descriptors()
-
-    def handle(self) -> GpuHandle | None:
-        return None
 
     def close(self) -> None:
         """Waits for work that is queued on the memory."""
         self._data = None
         with ExitStack() as undo:
-            undo.callback(self._device.close)
+            undo.callback(self.device.close)
             undo.callback(self._segment.close)
-            self._device.call("unregister", self._segment.data.ctypes.data)
+            self.device.call("unregister", self._segment.data.ctypes.data)

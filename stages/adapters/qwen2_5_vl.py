@@ -69,7 +69,9 @@ FAMILY = Family(
     adapter="qwen2.5-vl",
     model_types=("qwen2_5_vl",),
     tower=Qwen2_5_VisionTransformerPretrainedModel,
-    architecture={"hidden_size": 1280},  # Qwen2.5-VL-7B's config.json; 3B and 72B have another out_hidden_size
+    # Of Qwen2.5-VL-7B's config.json; the rest of its vision_config is Qwen2_5_VLVisionConfig's defaults: 32 layers,
+    # windows of 112 pixels, whole frames in layers 7, 15, 23 and 31. 3B and 72B have another out_hidden_size.
+    architecture={"hidden_size": 1280},
     tiny={
         "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
         "fullatt_block_indexes": (1,),

@@ -86,7 +86,9 @@ FAMILY = Family(
     adapter="qwen3-vl",
     model_types=("qwen3_vl", "qwen3_vl_moe"),  # their towers are the same
     tower=Qwen3VLVisionModel,
-    architecture={"out_hidden_size": 4096},  # Qwen3-VL-8B's config.json; other sizes differ in this and in depth
+    # Of Qwen3-VL-8B's config.json; the rest of its vision_config is Qwen3VLVisionConfig's defaults: 27 layers, 1152
+    # wide, deepstack of layers 8, 16 and 24. Smaller models have fewer and narrower layers.
+    architecture={"out_hidden_size": 4096},
     tiny={
         "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
         "num_position_embeddings": 36, "deepstack_visual_indexes": (0, 1),

@@ -48,9 +48,8 @@ class Family:
     tower: Any  #: transformers' class; `forward(pixels, grid_thw, **tables)`
     architecture: Mapping[str, Any]  #: the fields of its vision configuration that differ from the class's defaults
     tiny: Mapping[str, Any]  #: and those of one for tests
-    tables: Callable[
-        [Any, torch.Tensor], Tables
-    ]  #: (tower, grid as an int64 (1, 3) on the host) -> what `forward` takes
+    #: (tower, grid as an int64 (1, 3) on the host) -> what `forward` takes
+    tables: Callable[[Any, torch.Tensor], Tables]
     #: What `forward` returned -> outputs by name, `embeddings` first; rows are their last dimension but one.
     outputs: Callable[[Any], dict[str, torch.Tensor]]
     packing: Packing  #: our own forward pass with the weights of `tower`; the same outputs

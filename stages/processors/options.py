@@ -13,8 +13,8 @@ Frames = Annotated[int, Meta(ge=1, le=4096)]
 Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 
 
-#: What the `qwen3-vl` processor has for defaults: those of Qwen3-VL's preprocessor_config.json and
-#: video_preprocessor_config.json.
+#: What the `qwen3-vl` processor has for defaults: those of preprocessor_config.json and video_preprocessor_config.json
+#: in Qwen3-VL's checkpoints, which for videos differ from the `size` of transformers' Qwen3VLVideoProcessor.
 QWEN3_VL = {
     "patch_size": 16, "min_pixels": 65_536, "max_pixels": 16_777_216, "normalisation": "half",
     "video_rule": "qwen3-vl", "video_min_pixels": 4096, "video_max_pixels": 25_165_824,
@@ -22,9 +22,9 @@ QWEN3_VL = {
 
 
 class Qwen2VLOptions(Spec, frozen=True):
-    """Defaults are those of transformers 5.24's Qwen2VLImageProcessor: 56 x 56 and 28 x 28 x 1280 pixels, patches
-    of 14, and the last is what the model's README advises too. (Qwen2-VL's own preprocessor_config.json
-    allows 12,845,056 pixels, 12 times as many tokens for one large photo.)
+    """Defaults are those of transformers' Qwen2VLImageProcessor (56 x 56 and 28 x 28 x 1280 pixels, patches of 14, and
+    the last is what the model's README advises too) and Qwen2VLVideoProcessor; a test compares them. (Qwen2-VL's own
+    preprocessor_config.json allows 12,845,056 pixels, 12 times as many tokens for one large photo.)
     """
 
     patch_size: Extent = 14  #: pixels of a patch's side

@@ -1,7 +1,7 @@
 """Images as Qwen2-VL and later see them: resized to whole patches, normalised, cut into patches in merge order.
 
-Equal, bit for bit in float32 and over the same Pillow, to transformers 5.24's Qwen2VLImageProcessorPil for every
-image that both accept (orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule,
+Equal, bit for bit in float32 and over the same Pillow, to transformers' Qwen2VLImageProcessorPil (5.17 to 5.24) for
+every image that both accept (orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule,
 constants and order.
 """
 

@@ -1,8 +1,8 @@
 """Which frames of a video a model sees, and how large: the rules of Qwen2-VL (and 2.5) and of Qwen3-VL.
 
-Source: transformers 5.17, `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`: their `sample_frames` and `resize`. They
-are followed to the frame and to the pixel, but that they cannot take a single frame, which here counts as one temporal
-patch of equal frames.
+Source: transformers 5.17 to 5.24, `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`: their `sample_frames` and
+`resize`, the latter with `cap_pixels_per_frame=False`, their default before 5.22. They are followed to the frame and
+to the pixel, but that they cannot take a single frame, which here counts as one temporal patch of equal frames.
 """
 
 from __future__ import annotations

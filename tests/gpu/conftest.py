@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 import warnings
@@ -15,7 +14,7 @@ import pytest
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.memory.cuda_driver import Driver
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 
@@ -78,30 +77,13 @@ def gpu_peer(start_peer: Callable[..., Peer], torch: Any) -> Peer:
 @pytest.fixture
 def connect() -> Callable[[Pool, Peer], int]:
     """Give a peer a pool of ours; its column."""
-
-    def connect(pool: Pool, peer: Peer) -> int:
-        export, fds = pool.export()
-        answer = peer.ask("attach", encode(export), fds=fds)
-        for fd in fds:
-            os.close(fd)
-        return pool.admit(msgspec.msgpack.decode(answer, type=Attachment), peer.fds)
-
-    return connect
+    return lambda pool, peer: peer.join(pool)
 
 
 @pytest.fixture
 def connect_to() -> Callable[[Peer, Reader], tuple[int, int]]:
     """Take a peer's pool: our column, and the pool."""
-
-    def connect_to(peer: Peer, reader: Reader) -> tuple[int, int]:
-        export = msgspec.msgpack.decode(peer.ask("export"), type=Export)
-        attachment, fds = reader.attach(export, peer.fds)
-        column: int = peer.ask("admit", encode(attachment), fds=fds)
-        for fd in fds:
-            os.close(fd)
-        return column, export.description.pool
-
-    return connect_to
+    return lambda peer, reader: peer.offer(reader)
 
 
 def spin(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
