@@ -16,7 +16,7 @@ from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.packed import Block, Packing
 from tensorferry.stages.adapters.rotary import Angles, angles_of, turned
 from tensorferry.stages.adapters.tables import Tables
-from tensorferry.stages.adapters.tower import Family, Tower
+from tensorferry.stages.adapters.tower import QWEN_PREFIXES, Family, Tower, make_rotary
 
 
 def _tables(tower: Any, grid: torch.Tensor) -> Tables:
@@ -79,6 +79,8 @@ FAMILY = Family(
     tables=_tables,
     outputs=lambda result: {"embeddings": result.pooler_output},
     packing=Packing(_run, _block),
+    settle=make_rotary,
+    prefixes=QWEN_PREFIXES,
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.packed import Block, Packing
 from tensorferry.stages.adapters.rotary import Angles, angles_of, turned
 from tensorferry.stages.adapters.tables import Tables
-from tensorferry.stages.adapters.tower import Family, Tower
+from tensorferry.stages.adapters.tower import QWEN_PREFIXES, Family, Tower, make_rotary
 
 
 def _tables(tower: Any, grid: torch.Tensor) -> Tables:
@@ -96,6 +96,8 @@ FAMILY = Family(
     tables=_tables,
     outputs=_outputs,
     packing=Packing(_run, _block),
+    settle=make_rotary,
+    prefixes=QWEN_PREFIXES,
 )  # fmt: skip
 
 

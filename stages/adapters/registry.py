@@ -7,7 +7,13 @@ from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
 from tensorferry.stages.adapters.base import ModelAdapter, WarmsUp
-from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions, TowerOptions
+from tensorferry.stages.adapters.options import (
+    FingerprintOptions,
+    PackedOptions,
+    PatchVitOptions,
+    TextOnlyOptions,
+    TowerOptions,
+)
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
 
 
@@ -24,6 +30,7 @@ class BuiltIn:
 
 BUILT_IN = {
     "fingerprint": BuiltIn("tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True),
+    "kimi-k25": BuiltIn("tensorferry.stages.adapters.kimi_k25:KimiK25", PackedOptions, True, needs="transformers"),
     "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True),
     "qwen2.5-vl": BuiltIn("tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL", TowerOptions, False, needs="transformers"),
     "qwen3-vl": BuiltIn("tensorferry.stages.adapters.qwen3_vl:Qwen3VL", TowerOptions, True, needs="transformers"),

@@ -20,7 +20,7 @@ from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.attention import takes_unequal
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.grids import check_grid
-from tensorferry.stages.adapters.options import TowerOptions
+from tensorferry.stages.adapters.options import PackedOptions, TowerOptions
 from tensorferry.stages.adapters.packed import Packed, Packing
 from tensorferry.stages.adapters.rotary import has_kernel
 from tensorferry.stages.adapters.tables import Grid, TableCache, Tables, joined
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 CONFIG = "config.json"  #: of a checkpoint directory
 #: What stands before a vision weight's name, in checkpoints of Qwen3-VL and in those of Qwen2.5-VL.
-PREFIXES = ("model.visual.", "visual.")
+QWEN_PREFIXES = ("model.visual.", "visual.")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FEATURE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: Batches of every kind that torch compiles anew (one stretch of patches, equal ones, others) by the heights of their
@@ -50,9 +50,14 @@ class Family:
     tiny: Mapping[str, Any]  #: and those of one for tests
     #: (tower, grid as an int64 (1, 3) on the host) -> what `forward` takes
     tables: Callable[[Any, torch.Tensor], Tables]
-    #: What `forward` returned -> outputs by name, `embeddings` first; rows are their last dimension but one.
-    outputs: Callable[[Any], dict[str, torch.Tensor]]
-    packing: Packing  #: our own forward pass with the weights of `tower`; the same outputs
+    packing: Packing  #: the forward pass with the weights of `tower`
+    settle: Callable[[Any, Any], None]  #: (tower, its configuration): what is left to do when it has its weights
+    #: With `attention: eager`: what `forward` returned -> the outputs of `packing`.
+    outputs: Callable[[Any], dict[str, torch.Tensor]] | None = None
+    options: type[PackedOptions] = TowerOptions
+    prefixes: Sequence[str] = ("",)  #: what may stand before all names in a checkpoint, and
+    parts: tuple[str, ...] = ("",)  #: how names go on that are the tower's; see `read_weights`
+    frames_become_one: bool = False  #: all frames of an item have one frame's embeddings
 
 
 class Tower:
@@ -64,7 +69,7 @@ class Tower:
         With `spec.path`, a checkpoint directory, its config.json decides the architecture, and of its weights those of
         the vision tower are read; without, they are seeded. Raises ConfigError naming option, or file and key.
         """
-        self._options = read_options("model.options", family.adapter, TowerOptions, spec.options)
+        self._options = read_options("model.options", family.adapter, family.options, spec.options)
         self._family = family
         torch.set_num_threads(threads)
         config = family.tower.config_class(**_fields(family, spec, self._options))
@@ -75,10 +80,10 @@ class Tower:
         if spec.path is None or self._options.random_weights:
             weights = seeded_weights(shapes, spec.seed)
         else:
-            weights = read_weights(shapes, Path(spec.path), PREFIXES)
+            weights = read_weights(shapes, Path(spec.path), family.prefixes, family.parts)
         self._dtype = _DTYPES[self._options.dtype]
         model.load_state_dict({name: tensor.to(self._dtype) for name, tensor in weights.items()}, assign=True)
-        model.rotary_pos_emb = type(model.rotary_pos_emb)(config)  # its frequencies are no weights, and still float32
+        family.settle(model, config)
         self._model: Any = model.requires_grad_(False)
         self._head_width: int = config.hidden_size // config.num_attention_heads
         self._merge: int = config.spatial_merge_size
@@ -86,7 +91,7 @@ class Tower:
         self._tables = TableCache(self._tables_of)
         self._device = torch.device("cpu")
         self._packed: Packed | None = None
-        if self._options.attention == "packed":
+        if not (isinstance(self._options, TowerOptions) and self._options.attention == "eager"):
             self._packed = Packed(family.packing, model, compile=self._options.compile)
         self._warm: set[torch.device] = set()
 
@@ -116,7 +121,7 @@ class Tower:
         if not items:
             return
         for item in items:
-            check_grid(item, self._merge)
+            check_grid(item, self._merge, frames_become_one=self._family.frames_become_one)
         features = self._features(load([item.index for item in items]), sum(item.patches for item in items))
         self._follow(features.device)
         outputs = self.forward(features, [item.grid for item in items])
@@ -177,6 +182,7 @@ class Tower:
             batch, features = self.batch(grids, features.device), features.to(self._dtype)
             if self._packed is not None:
                 return self._packed(features, batch)
+            assert self._family.outputs is not None  # only a family that has it has the option
             return self._family.outputs(self._model(features, grid_thw=torch.tensor(grids), **batch))
 
     def batch(self, grids: Sequence[Grid], device: torch.device) -> dict[str, torch.Tensor]:
@@ -202,6 +208,11 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def make_rotary(model: Any, config: Any) -> None:
+    """Qwen's towers: the frequencies are no weights, and still float32."""
+    model.rotary_pos_emb = type(model.rotary_pos_emb)(config)
+
+
 class _Config(msgspec.Struct):
     """What is read of a checkpoint's config.json."""
 
@@ -209,7 +220,7 @@ class _Config(msgspec.Struct):
     vision_config: dict[str, Any]
 
 
-def _fields(family: Family, spec: ModelSpec, options: TowerOptions) -> Mapping[str, Any]:
+def _fields(family: Family, spec: ModelSpec, options: PackedOptions) -> Mapping[str, Any]:
     """The tower's configuration: the checkpoint's, or the family's own."""
     if spec.path is None:
         return family.tiny if options.tiny else family.architecture
