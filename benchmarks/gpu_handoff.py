@@ -244,8 +244,9 @@ def bench(torch: Any, memory: GpuMemory, nbytes: int, **environment: str) -> Ite
                 process.wait()
 
 
-def host_pool(torch: Any, source: Any, rounds: int) -> tuple[tuple[float, float], tuple[float, float]]:
+def host_pool(torch: Any, rounds: int) -> dict[str, Any]:
     """GB/s of a GPU writing into a pool of host memory, and of one copying out of it, each beside a raw pinned copy."""
+    source = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
     here = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(source)
     into = view_of(there)
@@ -274,11 +275,14 @@ def host_pool(torch: Any, source: Any, rounds: int) -> tuple[tuple[float, float]
             timed("from", partial(reader.copy, proxy, into))
             pool.reclaim()
     to, raw_to, out, raw_out = (statistics.median(speeds) for speeds in found.values())
-    return (to, raw_to), (out, raw_out)
+    return {
+        "64 MiB into a host pool, GB/s (ours, raw pinned)": (to, raw_to),
+        "64 MiB out of a host pool, GB/s (ours, raw pinned)": (out, raw_out),
+    }
 
 
 def measure(torch: Any, memory: GpuMemory, scale: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found: dict[str, Any] = {}
 
     def some(number: int) -> int:
         return max(20, int(number * scale))
@@ -307,9 +311,6 @@ def measure(torch: Any, memory: GpuMemory, scale: float) -> dict[str, Any]:
         it.finish()
     with bench(torch, memory, 64 * MIB) as it:
         found["64 MiB staged to host, GB/s (ours, raw pinned)"] = it.staging(huge, 20)
-    into, out_of = host_pool(torch, huge, 20)
-    found["64 MiB into a host pool, GB/s (ours, raw pinned)"] = into
-    found["64 MiB out of a host pool, GB/s (ours, raw pinned)"] = out_of
     if torch.cuda.device_count() > 1:
         with bench(torch, memory, 1024 * MIB, CUDA_VISIBLE_DEVICES="1") as it:
             it.publish("speed", huge, True, 1 + 2 * (1 + COPIES))
@@ -318,15 +319,16 @@ def measure(torch: Any, memory: GpuMemory, scale: float) -> dict[str, Any]:
         with bench(torch, memory, WINDOW * small.nbytes, CUDA_VISIBLE_DEVICES="1") as it:
             found["8 MiB one in flight, peer GPU, us"] = it.one_in_flight(small, True, some(1000))
             found["8 MiB pipelined window 8, peer GPU, items/s"] = it.pipelined(small, True, some(10_000))
-    return found
+    return {f"{memory}, {name}": value for name, value in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--consumer", type=int, help="of this program's own use")
-    parser.add_argument("--memory", choices=["cuda_ipc", "cuda_vmm"], default="cuda_ipc", help="of our pools")
+    kinds = ["cuda_ipc", "cuda_vmm"]
+    parser.add_argument("--memory", choices=kinds, nargs="+", default=kinds, help="of our pools; both by default")
     parser.add_argument("--json", help="write the numbers there too")
-    parser.add_argument("--peer", metavar="DIR", help="where the incumbent's wheel was unpacked: measure its pool too")
+    parser.add_argument("--peer", metavar="DIR", help="where the incumbent's wheel was unpacked: measure its pools too")
     parser.add_argument("--rounds", type=int, default=3, help="of taking turns; medians of them are printed")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rounds")
     options = parser.parse_args()
@@ -335,16 +337,20 @@ def main() -> None:
             consume(line)
         return
     torch: Any = import_module("torch")
-    runs: list[Callable[[], dict[str, Any]]] = [lambda: measure(torch, options.memory, options.scale)]
+    runs: list[Callable[[], dict[str, Any]]] = [
+        partial(measure, torch, memory, options.scale) for memory in options.memory
+    ]
     if options.peer:
-        runs.append(lambda: gpu_rival.measure(torch, options.peer, options.scale))
+        runs.append(partial(gpu_rival.measure, torch, options.peer, options.scale))
     rounds = [run() for _ in range(options.rounds) for run in runs]
-    found = rounds[0] | rounds[-1]
+    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for one in [*rounds[: len(runs)], host_pool(torch, 20)]:
+        found |= one
     for name, value in found.items():
         if isinstance(value, float):  # taking turns, so that neither is measured on the warmer machine
             found[name] = statistics.median(each[name] for each in rounds if name in each)
     for name, value in found.items():
-        print(f"{name:56} {value if not isinstance(value, float) else f'{value:,.1f}'}")
+        print(f"{name:66} {value if not isinstance(value, float) else f'{value:,.1f}'}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

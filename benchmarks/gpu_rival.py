@@ -1,7 +1,7 @@
-"""The incumbent's CUDA IPC pool, beside ours: `python -m benchmarks.gpu_handoff --peer DIR`.
+"""The incumbent's pools, CUDA IPC and VMM, beside ours: `python -m benchmarks.gpu_handoff --peer DIR`.
 
-DIR is where the wheel of sglang 0.5.23 was unpacked, outside this repository. Its transport is imported as it is,
-behind stubs of what it imports of the rest. Its proxies travel pickled, as they do in its own messages, and, for a
+DIR is where the wheel of sglang 0.5.23 was unpacked, outside this repository. Its transports are imported as they are,
+behind stubs of what they import of the rest. Its proxies travel pickled, as they do in its own messages, and, for a
 comparison of the pools alone, as bare numbers ("unpickled"). Its pool does not tell when a read is done, so a window
 counts the copies that its consumer's host has queued.
 """
@@ -19,18 +19,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 MIB = 1 << 20
 RECYCLE_S = 0.05  #: their default, SGLANG_MM_ITEM_MEM_POOL_RECYCLE_INTERVAL_SEC
+LOOK_S = 0.0001
 PICKLED, WAIT = b"P", b"w"  #: how a packet begins; a msgpack array of six does not begin so
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
-def transport(folder: str) -> Any:
-    """Their module, with its settings at their defaults."""
+def transport(folder: str) -> tuple[Any, Any]:
+    """Their modules for CUDA IPC and for VMM, with their settings at their defaults."""
     sys.path.insert(0, folder)
 
     class Setting:
@@ -45,14 +46,9 @@ def transport(folder: str) -> Any:
         module.__dict__.update(contents, __path__=[os.path.join(folder, *name.split("."))])
         sys.modules[name] = module
 
-    def check_drv(outcome: tuple[Any, ...], label: str) -> Any:
-        if int(outcome[0]):
-            raise RuntimeError(f"{label}: {outcome[0]}")
-        return outcome[1] if len(outcome) > 1 else None
-
     stub("sglang")
     stub("sglang.srt")
-    stub("sglang.srt.utils")
+    stub("sglang.srt.utils", log_info_on_rank0=lambda logger, text: logger.info(text))
     stub("sglang.srt.multimodal")
     stub(
         "sglang.srt.environ",
@@ -61,11 +57,18 @@ def transport(folder: str) -> Any:
         ),
     )
     parallel = SimpleNamespace(attn_dp_enabled=False, tp_size=1, num_dp_ranks=1, tp_rank=0, nnodes=1)
-    stub("sglang.srt.runtime_context", get_parallel=lambda: parallel)
-    stub("sglang.srt.utils.cuda_vmm_utils", check_drv=check_drv)
-    from sglang.srt.multimodal.transport import cuda_ipc  # type: ignore[import-not-found]
-
-    return cuda_ipc
+    context = dict.fromkeys(("get_parallel", "get_mm", "get_serving"), lambda: parallel)
+    stub("sglang.srt.runtime_context", **context)
+    stub("sglang.srt.managers")
+    names = (
+        "Modality",
+        "MultimodalDataItem",
+        "MultimodalProcessorOutput",
+    )  # of their requests, which have no part here
+    stub("sglang.srt.managers.schedule_batch", **dict.fromkeys(names))
+    ipc = import_module("sglang.srt.multimodal.transport.cuda_ipc")
+    sys.modules["sglang.srt.utils.cuda_ipc_transport_utils"] = ipc  # its other name
+    return ipc, import_module("sglang.srt.utils.cuda_vmm_transport_utils")
 
 
 def receive(line: socket.socket) -> bytes:
@@ -78,9 +81,9 @@ def receive(line: socket.socket) -> bytes:
 
 def consume(line: socket.socket, folder: str) -> None:
     torch: Any = import_module("torch")
-    theirs = transport(folder)
+    theirs, _ = transport(folder)
     torch.cuda.init()
-    handle = tuple(decode(receive(line)))
+    handle = tuple(decode(receive(line)))  # of a VMM pool: none
     like = torch.empty(1, dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()) as _, torch.no_grad():
         while packet := receive(line):
@@ -106,19 +109,29 @@ def consume(line: socket.socket, folder: str) -> None:
 
 
 class Bench:
-    def __init__(self, torch: Any, pool: Any, line: socket.socket) -> None:
-        self.torch, self.pool, self.line = torch, pool, line
+    def __init__(self, torch: Any, pool: Any, line: socket.socket, is_ipc: bool) -> None:
+        self.torch, self.pool, self.line, self.is_ipc = torch, pool, line, is_ipc
         self.pickled = True
 
     def publish(self, source: Any, wait: bool) -> None:
-        while (proxy := self.pool.wrap_tensor(source, use_pool_handle_cache=True)) is None:
-            pass
+        proxy = self._wrap(source)
         if self.pickled:  # its own way of sending a proxy, which is part of what is measured
             self.line.send(PICKLED + (WAIT if wait else b"-") + pickle.dumps(proxy))
             return
         offset = proxy.proxy_state["ipc_extra"]["pool_byte_offset"]
         words = proxy.ready_byte_offset, proxy.ack_byte_offset, proxy.generation
         self.line.send(encode((wait, source.nbytes, offset, *words)))
+
+    def _wrap(self, source: Any) -> Any:
+        """Waits until there is room, which is to their advantage: theirs would go through the host. Sleeping, for what
+        makes the room is a thread of this process."""
+        if self.is_ipc:
+            while (proxy := self.pool.wrap_tensor(source, use_pool_handle_cache=True)) is None:
+                time.sleep(LOOK_S)
+            return proxy
+        while not any(chunk.size > source.nbytes + self.pool.control_size for chunk in self.pool.available_chunks):
+            time.sleep(LOOK_S)
+        return self.pool.wrap_tensor(source)
 
     def finish(self) -> None:
         self.line.send(encode((False, 0, 0, 0, 0, 0)))
@@ -151,18 +164,22 @@ class Bench:
 
 
 @contextmanager
-def bench(torch: Any, folder: str) -> Iterator[Bench]:
-    theirs = transport(folder)
-    pool = theirs.MmItemMemoryPool(1024 * MIB, RECYCLE_S, 0, 1)
+def bench(torch: Any, folder: str, kind: Literal["IPC", "VMM"]) -> Iterator[Bench]:
+    ipc, vmm = transport(folder)
+    is_ipc = kind == "IPC"
+    if is_ipc:
+        pool = ipc.MmItemMemoryPool(1024 * MIB, RECYCLE_S, 0, 1)
+    else:
+        pool = vmm.CudaVmmMemoryPool(1024 * MIB, RECYCLE_S, 0, 1, allow_posix_fallback=True)
     ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         command = [sys.executable, "-m", "benchmarks.gpu_rival", str(other.fileno()), folder]
         process = subprocess.Popen(command, pass_fds=[other.fileno()])
         other.close()
         try:
-            ours.send(encode(pool._pool_ipc_handle))
+            ours.send(encode(pool._pool_ipc_handle if is_ipc else ()))
             with torch.cuda.stream(torch.cuda.Stream()):
-                yield Bench(torch, pool, ours)
+                yield Bench(torch, pool, ours, is_ipc)
         finally:
             process.kill()
             process.wait()
@@ -170,20 +187,23 @@ def bench(torch: Any, folder: str) -> Iterator[Bench]:
 
 
 def measure(torch: Any, folder: str, scale: float) -> dict[str, float]:
+    found: dict[str, float] = {}
     small, large = (torch.ones(mib * MIB, dtype=torch.uint8, device="cuda") for mib in (8, 36))
     torch.cuda.synchronize()
-    with bench(torch, folder) as it:
-        it.one_in_flight(small, 50)
-        it.pipelined(small, 100, 8)
-        found = {
-            "incumbent IPC, 8 MiB one in flight, us": it.one_in_flight(small, int(1000 * scale)),
-            "incumbent IPC, 8 MiB pipelined window 8, items/s": it.pipelined(small, int(5000 * scale), 8),
-            "incumbent IPC, 36 MiB pipelined pool 1 GiB, items/s": it.pipelined(large, int(1000 * scale), 28),
-        }
-        it.pickled = False
-        it.one_in_flight(small, 50)
-        found["incumbent IPC unpickled, 8 MiB one in flight, us"] = it.one_in_flight(small, int(1000 * scale))
-        return found
+    kinds: tuple[Literal["IPC"], Literal["VMM"]] = ("IPC", "VMM")
+    for kind in kinds:
+        with bench(torch, folder, kind) as it:
+            name = f"incumbent {kind}"
+            it.one_in_flight(small, 50)
+            it.pipelined(small, 100, 8)
+            found[f"{name}, 8 MiB one in flight, us"] = it.one_in_flight(small, int(1000 * scale))
+            found[f"{name}, 8 MiB pipelined window 8, items/s"] = it.pipelined(small, int(5000 * scale), 8)
+            found[f"{name}, 36 MiB pipelined pool 1 GiB, items/s"] = it.pipelined(large, int(1000 * scale), 28)
+            if kind == "IPC":
+                it.pickled = False
+                it.one_in_flight(small, 50)
+                found[f"{name} unpickled, 8 MiB one in flight, us"] = it.one_in_flight(small, int(1000 * scale))
+    return found
 
 
 if __name__ == "__main__":

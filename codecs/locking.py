@@ -24,6 +24,7 @@ class Lock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._is_mine: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # as Condition asks
         self._late: deque[Callable[[], object]] = deque()
 
     def __call__(self) -> AbstractContextManager[Any]:
@@ -42,10 +43,6 @@ class Lock:
         else:
             with self():
                 work()
-
-    def _is_mine(self) -> bool:
-        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
-        return owned
 
     def _catch_up(self) -> None:
         while self._late:

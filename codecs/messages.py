@@ -218,7 +218,20 @@ class VideoPart(Wire, frozen=True, tag=4):
     frames_per_1000_s: Index = 0  #: 0: not known
 
 
-Part = TextPart | TokensPart | ImagePart | VideoPart
+class AnimationPart(Wire, frozen=True, tag=5):
+    """A video, one item: frame `frame` of this message, an animated file (GIF, PNG, WebP) with its own timing."""
+
+    frame: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+class EmbeddingsPart(Wire, frozen=True, tag=6):
+    """An item whose embeddings were made elsewhere, and which no encoder sees; `embeddings`, (rows, width), first."""
+
+    outputs: Annotated[tuple[Output, ...], Meta(min_length=1, max_length=16)]  #: inline, all of them
+    modality: Name = "image"  #: image or video: whose placeholders stand for it
+
+
+Part = TextPart | TokensPart | ImagePart | VideoPart | AnimationPart | EmbeddingsPart
 
 
 class Submit(Wire, frozen=True, tag=30):
@@ -239,11 +252,12 @@ class Mark(Wire, frozen=True):
 class ItemReport(Wire, frozen=True):
     """What became of one item, in request order."""
 
-    rank: Index  #: encoder rank that encoded it
+    #: Encoder rank that encoded it; -1: none, its embeddings came with the request.
+    rank: Annotated[int, Meta(ge=-1, lt=1 << 31)]
     grid: Grid
     rows: Count
-    transport: Name  #: how its features travelled: shm, cuda_ipc, cuda_vmm or inline
-    nbytes: Count  #: of its features
+    transport: Name  #: how its features (or such embeddings) travelled: shm, cuda_ipc, cuda_vmm or inline
+    nbytes: Count  #: of these
     digest: Annotated[bytes, Meta(max_length=64)]  #: what the engine made of its embeddings; empty from most
 
 
@@ -322,7 +336,7 @@ class Admit(Wire, frozen=True, tag=40):
 
 class Item(Wire, frozen=True):
     modality: Name  #: image, video or audio
-    grid: Grid  #: their product is the number of patches
+    grid: Grid  #: their product is the number of patches; 0: nobody encodes it, its embeddings came with the request
     rows: Count  #: placeholder tokens, so rows of its embeddings
     content_hash: Hash
     payload: Payload | None  #: None unless the receiver owns the item

@@ -273,12 +273,10 @@ class Reader:
     def _look(self, use: _Use) -> View:
         proxy = use.proxy
         with self._lock():
-            order = self._readable(use)
-            dtype = dtype_of(proxy.dtype)
-            nbytes = nbytes_of(dtype, proxy.shape)
+            order, nbytes = self._readable(use)
             data = use.imported.memory.lend(proxy.offset, nbytes, order)
             use.order = order
-            return View(data, dtype, proxy.shape, order)
+            return View(data, dtype_of(proxy.dtype), proxy.shape, order)
 
     def _copy(self, use: _Use, into: View) -> None:
         proxy = use.proxy
@@ -289,13 +287,13 @@ class Reader:
             into.copy_from(self._look(use))
             return
         with self._lock():
-            order = self._readable(use)
+            order, _ = self._readable(use)
             use.imported.memory.copy_out(proxy.offset, into.data, order)
             use.order = order
         into.join()
 
-    def _readable(self, use: _Use) -> Order:
-        """The order to read a lease in, once the host has seen `ready`. Raises as `open` does.
+    def _readable(self, use: _Use) -> tuple[Order, int]:
+        """The order to read a lease in, once the host has seen `ready`, and its bytes. Raises as `open` does.
 
         No stream waits for the word as well: it was stored behind a fence for the whole system, the host has seen it,
         and what the host queues after that comes after it. (Measured: such a wait costs 2 us a copy and orders nothing
@@ -304,13 +302,13 @@ class Reader:
         imported, proxy = use.imported, use.proxy
         if self._pools.get(proxy.pool) is not imported:
             raise PeerGone(f"pool {proxy.pool}", "was detached")
-        imported.check(proxy)
+        nbytes = imported.check(proxy)
         if not imported.is_ready(proxy):
             raise LeaseNotReady(proxy.slot, proxy.generation, "is not written yet")
         order = imported.memory.order()
         if imported.mapping is not None:
-            imported.mapping.use(proxy, nbytes_of(dtype_of(proxy.dtype), proxy.shape))
-        return order
+            imported.mapping.use(proxy, nbytes)
+        return order, nbytes
 
     def _living(self, proxy: Proxy) -> _Import:
         """The pool of a lease that this process has not acknowledged. Raises PeerGone, BadTensor, StaleLease."""
@@ -364,11 +362,13 @@ class _Import:
         self.mapping: Mapping | None = None  #: of an elastic pool
         self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
 
-    def check(self, proxy: Proxy) -> None:
-        """Raises UnsupportedDtype or BadTensor for a proxy that lies; allocates nothing."""
-        end = proxy.offset + nbytes_of(dtype_of(proxy.dtype), proxy.shape)
+    def check(self, proxy: Proxy) -> int:
+        """The bytes of a proxy. Raises UnsupportedDtype or BadTensor for one that lies; allocates nothing."""
+        nbytes = nbytes_of(dtype_of(proxy.dtype), proxy.shape)
+        end = proxy.offset + nbytes
         if end > self.memory.nbytes or proxy.offset % ALIGNMENT:
             raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.memory.nbytes}")
+        return nbytes
 
     def acknowledge(self, proxy: Proxy, held: _Held, order: Order | None) -> None:
         """Give a lease back, in the order of its last reader and after all others; at once if nobody has read it."""

@@ -180,16 +180,18 @@ class Encoder:
         """Whether the message has the items that are this rank's, by the assignment that every process computes alike;
         if not, its owner is told."""
         message, assignment = job.message, self._stage.deployment.encoder.assignment
+        patches = [prod(item.grid) for item in message.items]
         try:
             places = owners(
                 assignment,
                 message.request,
-                [prod(item.grid) for item in message.items],
+                patches,
                 [item.content_hash for item in message.items],
                 [rank.rank for rank in message.encoders],
             )
             epochs = [message.encoders[place].epoch for place in places]
-            mine = [index for index, epoch in enumerate(epochs) if epoch == self._stage.epoch]
+            # An item without patches is nobody's: its embeddings came with the request.
+            mine = [index for index, epoch in enumerate(epochs) if patches[index] and epoch == self._stage.epoch]
             if mine != (sent := [item.info.index for item in job.items]):
                 raise BadMessage(
                     f"encoder.assignment: {assignment} gives this rank items {mine}, but the message carries {sent}"

@@ -11,9 +11,16 @@ import numpy.typing as npt
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.publisher import Layout
+from tensorferry.codecs.tensors import nbytes_of
 from tensorferry.pipeline.config import LimitsSpec
-from tensorferry.stages.processors.base import BadMedia, Clip, Media, Plan, Processor, plan
+from tensorferry.stages.adapters.forms import Form
+from tensorferry.stages.precomputed import Precomputed, read_precomputed
+from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, Plan, Processor, plan
 from tensorferry.stages.processors.text import Rows, TextEncoder
+
+MediaPart = wire.ImagePart | wire.VideoPart | wire.AnimationPart
+Source = Media | Precomputed  #: what an item is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +29,34 @@ class Prompt:
 
     token_ids: npt.NDArray[np.int32]
     spans: Sequence[tuple[int, int]]
-    media: Sequence[Media]
+    sources: Sequence[Source]
     plans: Sequence[Plan]
+
+    @property
+    def precomputed(self) -> dict[int, Precomputed]:
+        """The items that nobody needs to encode, by index."""
+        return {index: source for index, source in enumerate(self.sources) if isinstance(source, Precomputed)}
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of every item: the tensors that are to be handed over."""
+        return [
+            source.layout if isinstance(source, Precomputed) else [(plan.dtype, plan.shape)]
+            for source, plan in zip(self.sources, self.plans, strict=True)
+        ]
 
 
 class Planner:
     """Plans requests; thread-safe, and decodes no pixel."""
 
-    def __init__(self, processor: Processor, text: TextEncoder, limits: LimitsSpec) -> None:
-        self._processor, self._text, self._limits = processor, text, limits
+    def __init__(self, processor: Processor, text: TextEncoder, limits: LimitsSpec, form: Form | None = None) -> None:
+        """form: of the embeddings that the deployment's model makes; None: not known."""
+        self._processor, self._text, self._limits, self._form = processor, text, limits, form
 
     def plan(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Prompt:
         """From headers alone: the tokens, where the placeholders go, and every tensor's shape."""
         parts: list[npt.NDArray[np.int32] | Rows] = []
-        media: list[Media] = []
+        sources: list[Source] = []
         plans: list[Plan] = []
         for part in submit.parts:
             match part:
@@ -43,27 +64,35 @@ class Planner:
                     parts.append(self._text.encode(text))
                 case wire.TokensPart(ids=ids):
                     parts.append(self._text.read_ids(ids))
-                case wire.ImagePart() | wire.VideoPart():
+                case _:
                     index = len(plans)
                     if index >= self._limits.request_items:
                         raise BadRequest(f"more than {self._limits.request_items} items (limits.request_items)")
                     try:
-                        media.append(self._media(part, frames))
-                        plans.append(plan(self._processor, media[-1]))
+                        source, planned = self._item(part, frames)
                     except BadMedia as problem:
                         raise BadItem(index, str(problem)) from None
-                    parts.append(Rows(plans[-1].rows, plans[-1].modality))
+                    sources.append(source)
+                    plans.append(planned)
+                    parts.append(Rows(planned.rows, planned.modality))
         token_ids, spans = self._text.assemble(parts)
         if len(token_ids) > self._limits.request_tokens:
             raise BadRequest(f"{len(token_ids)} tokens; limits.request_tokens is {self._limits.request_tokens}")
-        pixels_nbytes = sum(plan.nbytes for plan in plans)
-        if pixels_nbytes > self._limits.request_mb << 20:
-            raise BadRequest(
-                f"pixel tensors of {pixels_nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}"
-            )
-        return Prompt(token_ids, spans, media, plans)
+        prompt = Prompt(token_ids, spans, sources, plans)
+        nbytes = sum(nbytes_of(dtype, shape) for layout in prompt.layouts for dtype, shape in layout)
+        if nbytes > self._limits.request_mb << 20:
+            raise BadRequest(f"tensors of {nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}")
+        return prompt
 
-    def _media(self, part: wire.ImagePart | wire.VideoPart, frames: Sequence[Buffer]) -> Media:
+    def _item(self, part: MediaPart | wire.EmbeddingsPart, frames: Sequence[Buffer]) -> tuple[Source, Plan]:
+        """What an item is made of, and what it will become. Raises BadMedia."""
+        if isinstance(part, wire.EmbeddingsPart):
+            ready = read_precomputed(part, frames, self._form)
+            return ready, ready.plan
+        media = self._media(part, frames)
+        return media, plan(self._processor, media)
+
+    def _media(self, part: MediaPart, frames: Sequence[Buffer]) -> Media:
         """The bytes of an item. Raises BadMedia where they are not there, or too many."""
         first, count = (part.first, part.count) if isinstance(part, wire.VideoPart) else (part.frame, 1)
         if first + count > len(frames):
@@ -71,7 +100,10 @@ class Planner:
         nbytes = sum(len(frame) for frame in frames[first : first + count])
         if nbytes > self._limits.item_mb << 20:
             raise BadMedia(f"{nbytes} encoded bytes; limits.item_mb is {self._limits.item_mb}")
-        if isinstance(part, wire.VideoPart):
-            return Clip(frames[first : first + count], part.frames_per_1000_s / 1000 or None)
+        match part:
+            case wire.VideoPart():
+                return Clip(frames[first : first + count], part.frames_per_1000_s / 1000 or None)
+            case wire.AnimationPart():
+                return AnimatedFile(frames[first])
         image: bytes | memoryview = frames[first]
         return image

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +30,9 @@ from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
+from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.assignment import owners
+from tensorferry.stages.precomputed import Precomputed
 from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
@@ -43,6 +45,7 @@ log = structlog.get_logger()
 
 LOOK_AGAIN_S = 0.002
 GROWN_S = 0.0005  #: making a chunk takes about twice as long
+NO_HASH = bytes(16)  #: of an item that nobody encodes
 RETRY_MS = 200  #: hint to clients that were told `busy`
 
 
@@ -55,12 +58,17 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         "pool.budget_mb",
     )
     processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
-    text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
+    planner = Planner(
+        processor,
+        TextEncoder.from_file(deployment.tokenizer.vocabulary),
+        deployment.limits,
+        embedding_form(deployment.model),
+    )
     async with opened(deployment, "tokenizer", rank, share) as stage:
         door = FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)
         stage.channels.callback(door.close, LINGER_S)
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
-        tokenizer = Tokenizer(stage, door, threads, processor, text)
+        tokenizer = Tokenizer(stage, door, threads, processor, planner)
         with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.tell_clients()):
             await stage.peers.wait_ready()
             stop.announce_ready()
@@ -91,10 +99,10 @@ class Tokenizer:
     """See the module. `serve` is one request from acceptance to outcome."""
 
     def __init__(
-        self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, text: TextEncoder
+        self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, planner: Planner
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
-        self._processor, self._planner = processor, Planner(processor, text, stage.deployment.limits)
+        self._processor, self._planner = processor, planner
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._over = Tombstones()
@@ -218,7 +226,7 @@ class Tokenizer:
         self, request: Request, frames: Sequence[Buffer], marks: list[wire.Mark], timeout_s: float
     ) -> wire.Message:
         prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
-        layouts = [[(plan.dtype, plan.shape)] for plan in prompt.plans]
+        layouts = prompt.layouts
         await self._wait_for_room(layouts)
         with ExitStack() as leases:
             drafts = [leases.enter_context(self._stage.publisher.draft(layout, patient=False)) for layout in layouts]
@@ -279,9 +287,8 @@ class Tokenizer:
         """Decode every item into its draft, `threads` at a time; the content hashes. Raises BadItem."""
 
         async def process(index: int) -> bytes:
-            plan, media, out = prompt.plans[index], prompt.media[index], drafts[index].views[0]
             try:
-                return await run_to_end(self._threads, lambda: write(self._processor, media, plan, out))
+                return await run_to_end(self._threads, partial(self._write, prompt, index, drafts[index]))
             except BadMedia as problem:
                 raise BadItem(index, str(problem)) from None
 
@@ -292,20 +299,35 @@ class Tokenizer:
             raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
         return [task.result() for task in tasks]
 
+    def _write(self, prompt: Prompt, index: int, draft: Draft) -> bytes:
+        """Make one item's tensors where they are to lie; the content hash. Raises BadMedia."""
+        source, plan = prompt.sources[index], prompt.plans[index]
+        if isinstance(source, Precomputed):
+            source.write(draft.views)
+            return NO_HASH
+        return write(self._processor, source, plan, draft.views[0])
+
     def _ways(
         self, submit: wire.Submit, prompt: Prompt, drafts: Sequence[Draft], hashes: Sequence[bytes]
     ) -> list[tuple[Draft, int | None]]:
-        """Every draft with its column at the encoder rank that owns the item now."""
+        """Every draft with its column at whoever reads it now: the encoder rank that owns the item, or the scheduler
+        ranks, where its embeddings are there already."""
         encoders = self._stage.peers.usable("encoder")
-        places = self._places(submit, prompt, hashes, encoders) if encoders else []
-        return [(drafts[index], encoders[place].column) for index, place in enumerate(places)]
+        places = self._places(submit, prompt, hashes, encoders) if encoders else {}
+        ways = [(drafts[index], encoders[place].column) for index, place in places.items()]
+        if ready := prompt.precomputed:
+            with suppress(PeerGone):  # `_send` says so
+                group = self._attention_group(submit.request)
+                ways += [(drafts[index], peer.column) for index in ready for peer in group]
+        return ways
 
     def _places(
         self, submit: wire.Submit, prompt: Prompt, hashes: Sequence[bytes], encoders: Sequence[Peer]
-    ) -> list[int]:
-        """Which of these encoder ranks, at least one, owns each item: its place among them."""
+    ) -> dict[int, int]:
+        """Which of these encoder ranks, at least one, owns each item that is to be encoded: its place among them."""
         patches, ranks = [plan.patches for plan in prompt.plans], [peer.rank for peer in encoders]
-        return owners(self._stage.deployment.encoder.assignment, submit.request, patches, hashes, ranks)
+        places = owners(self._stage.deployment.encoder.assignment, submit.request, patches, hashes, ranks)
+        return {index: place for index, place in enumerate(places) if patches[index]}
 
     def _send(
         self,
@@ -315,16 +337,19 @@ class Tokenizer:
         hashes: Sequence[bytes],
         deadline_ns: int,
     ) -> list[int]:
-        """Tell the schedulers, and hand every item to the encoder rank that owns it: no await in here.
+        """Tell the schedulers, hand them what is encoded already, and every other item to the encoder rank that owns
+        it: no await in here.
 
-        Returns the owner's rank of each item. Raises PeerBusy or PeerGone; what was not sent is taken back.
+        Returns the owner's rank of each item, -1 for none. Raises PeerBusy or PeerGone; what was not sent is taken
+        back.
         """
         submit, origin = request.submit, self._stage.origin
         schedulers = self._attention_group(submit.request)
         encoders = self._stage.peers.usable("encoder")
-        if drafts and not encoders:
+        ready = prompt.precomputed
+        if len(drafts) > len(ready) and not encoders:
             raise PeerGone("encoder", "no rank is ready")
-        places = self._places(submit, prompt, hashes, encoders) if encoders else []
+        places = self._places(submit, prompt, hashes, encoders) if encoders else {}
         ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
         group = tuple(wire.Rank(peer.rank, peer.epoch) for peer in schedulers)
         request.waiting = {peer.rank for peer in schedulers}
@@ -345,9 +370,11 @@ class Tokenizer:
                     deadline_ns,
                 )
             )
-        for position in sorted(set(places)):
+            if ready:
+                self._send_ready(request, prompt, drafts, peer, len(schedulers))
+        for position in sorted(set(places.values())):
             peer = encoders[position]
-            owned = [index for index, place in enumerate(places) if place == position]
+            owned = [index for index, place in places.items() if place == position]
             frames: list[Buffer] = []
             payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in owned}
             items = tuple(
@@ -356,13 +383,30 @@ class Tokenizer:
             )
             message = wire.Encode(submit.request, submit.attempt, peer.epoch, origin, ranks, group, items, deadline_ns)
             request.told.append(peer)
-            try:
-                peer.outbox.send_nowait(message, frames)
-            except Exception:  # whatever it was: a send is all or nothing
-                for index in owned:
-                    drafts[index].retract(peer.column)
-                raise
-        return [encoders[place].rank for place in places]
+            self._hand_over(peer, message, frames, [drafts[index] for index in owned])
+        return [encoders[places[index]].rank if index in places else -1 for index in range(len(drafts))]
+
+    def _send_ready(self, request: Request, prompt: Prompt, drafts: Sequence[Draft], peer: Peer, readers: int) -> None:
+        """Hand the embeddings that came with a request to one of the scheduler ranks that read them."""
+        frames: list[Buffer] = []
+        items = []
+        for index, source in prompt.precomputed.items():
+            payloads = drafts[index].dispatch(peer.column, frames, consumers=readers)
+            outputs = tuple(map(wire.Output, source.outputs, payloads))
+            items.append(wire.Embedding(index, prompt.plans[index].rows, outputs))
+        submit, origin = request.submit, self._stage.origin
+        message = wire.Embeddings(submit.request, submit.attempt, peer.epoch, origin, tuple(items), ())
+        self._hand_over(peer, message, frames, [drafts[index] for index in prompt.precomputed])
+
+    @staticmethod
+    def _hand_over(peer: Peer, message: wire.Message, frames: Sequence[Buffer], drafts: Sequence[Draft]) -> None:
+        """Send what carries these drafts, which are not this peer's if that fails."""
+        try:
+            peer.outbox.send_nowait(message, frames)
+        except Exception:  # whatever it was: a send is all or nothing
+            for draft in drafts:
+                draft.retract(peer.column)
+            raise
 
     def _attention_group(self, request: bytes) -> list[Peer]:
         """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from tensorferry.cli import replay, submit
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
+from tensorferry.pipeline import parts as pieces
 from tensorferry.pipeline.config import Deployment
 
 DATA = Path(__file__).parent / "data" / "traces"
@@ -170,7 +171,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     state: dict[str, Any] = {"outcome": wire.Result(request, 0, 20, 16, (item,), marks)}
 
     async def send(
-        deployment: Deployment, parts: Sequence[str | bytes], output_tokens: int, timeout_s: float
+        deployment: Deployment, parts: Sequence[pieces.Part], output_tokens: int, timeout_s: float
     ) -> wire.Result | wire.Failed | wire.Busy:
         state["parts"] = parts
         outcome: wire.Result | wire.Failed | wire.Busy = state["outcome"]
@@ -184,8 +185,9 @@ def test_parts_are_sent_in_the_order_they_were_given(sent: dict[str, Any], tmp_p
     (tmp_path / "a.jpg").write_bytes(b"A")
     (tmp_path / "b.jpg").write_bytes(b"B")
     a, b = tmp_path / "a.jpg", tmp_path / "b.jpg"
-    result = run("submit", "--text", "one", "--image", b, "--config", LOCAL, f"--image={a}", "--text", "two")
-    assert sent["parts"] == ["one", b"B", b"A", "two"]
+    given = ["--text", "one", "--image", b, "--config", LOCAL, "--video", a, f"--image={a}", "--text", "two"]
+    result = run("submit", *given)
+    assert sent["parts"] == ["one", pieces.Image(b), pieces.Video(a), pieces.Image(a), "two"]
     assert result.exit_code == 0
     for part in ("20 tokens in, 16 out, 12.5 ms", "1 x 4 x 6", "shm", "9000", "000102030405"):
         assert part in result.output, part

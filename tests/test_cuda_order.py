@@ -50,6 +50,7 @@ class HandDrivenGpu:
         self.uuid: UUID = uuid4()
         self.current = 1  #: stream
         self.capturing: set[int] = set()
+        self.blocking = True  #: streams come after the default one's work too, so none is known to be idle
         self.calls: list[str] = []
         self.closed = 0
         self.registered: dict[int, tuple[int, bool]] = {}  #: by address: bytes, and whether read-only
@@ -120,6 +121,12 @@ class HandDrivenGpu:
             return True
 
         self._steps[stream].append(store)
+
+    def write_word_if_busy(self, stream: int, pointer: int, value: int) -> bool:
+        if not self.blocking and not self._steps[stream]:
+            return False
+        self.write_word(stream, pointer, value)
+        return True
 
     def copy(self, into: int, source: int, nbytes: int, stream: int) -> None:
         if self.refusals:
@@ -203,6 +210,20 @@ def test_ready_is_stored_by_the_stream_that_writes(shop: Shop) -> None:
     assert not shop.reader.is_ready(proxy)
     shop.gpu.current = 2  # whatever is current by then
     shop.gpu.run(2)
+    assert not shop.reader.is_ready(proxy)
+    shop.gpu.run(1)
+    assert shop.reader.is_ready(proxy)
+
+
+def test_a_stream_with_nothing_to_do_is_spared_the_trip(shop: Shop) -> None:
+    shop.gpu.blocking = False
+    proxy = shop.publish()
+    assert shop.reader.is_ready(proxy)
+    with shop.reader.open(proxy):
+        pass
+    assert shop.out() == 0
+    shop.gpu.write_word(1, shop.gpu.bytes.ctypes.data, 1)  # somebody's work
+    proxy = shop.publish()
     assert not shop.reader.is_ready(proxy)
     shop.gpu.run(1)
     assert shop.reader.is_ready(proxy)

@@ -207,6 +207,13 @@ def out(pool: Pool) -> int:
 # --- growing -----------------------------------------------------------------------------------------------------
 
 
+def test_the_first_tensor_finds_its_chunk(create: Create) -> None:
+    pool = create(4)
+    assert pool.statistics().mapped_nbytes == CHUNK
+    with pool.lease(CHUNK):
+        assert pool.statistics().growth_waits == 0
+
+
 def test_a_new_pool_holds_addresses_and_a_spare(create: Create, until: Until) -> None:
     pool = create(8)
     until(lambda: pool.statistics().grown == 1)
@@ -303,9 +310,9 @@ def test_what_was_asked_for_twice_comes_once(create: Create, until: Until) -> No
         growing = pool._growth
         assert growing is not None
         growing.found([2 * CHUNK])
-        assert growing._wanted == (3 * CHUNK,), "somebody else's"
+        assert growing.wanted == (3 * CHUNK,), "somebody else's"
         growing.found([3 * CHUNK])
-        assert growing._wanted == ()
+        assert growing.wanted == ()
     until(lambda: pool.fits([3 * CHUNK]))
     with pool.lease(3 * CHUNK):
         look_again(pool, until)

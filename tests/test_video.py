@@ -5,25 +5,28 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.tensors import View, nbytes_of
-from tensorferry.pipeline.client import Client, Video
+from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import LimitsSpec, load
+from tensorferry.pipeline.parts import Video
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
+from tensorferry.stages.processors import on_gpu
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
-from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
+from tensorferry.stages.processors.qwen2_vl import CLIP_STD, Qwen2VLProcessor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.processors.video import padded, sampled
@@ -198,6 +201,24 @@ def test_whatever_changes_the_tensor_changes_the_hash() -> None:
     assert still != written(image, Clip(clip.frames[:1], None))[2]
 
 
+@pytest.mark.parametrize(("width", "height"), [(112, 56), (150, 77)])
+def test_where_a_gpu_resizes_a_video_is_the_same_to_one_level(
+    width: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arithmetic, run by torch on the host; `gpu/test_stages.py` has it on a GPU. 112 x 56 needs no resize."""
+    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    by = processor(video_min_pixels=3136)
+    coarse = [noise(5, 5, seed).resize((width, height), Image.Resampling.BICUBIC) for seed in range(5)]
+    clip = Clip([png(picture) for picture in coarse], None)
+    planned, host, hashed = written(by, clip)
+    nbytes = nbytes_of(planned.dtype, planned.shape)
+    there = View(torch.full((nbytes,), 0xFF, dtype=torch.uint8), planned.dtype, planned.shape)
+    assert write(by, clip, planned, there) != hashed
+    apart = (there.torch() - host.torch()).abs() * 255 * min(CLIP_STD)
+    assert apart.max() < (1.1 if (width, height) != (112, 56) else 0.001)
+
+
 # --- bad input ----------------------------------------------------------------------------------------------
 
 
@@ -293,12 +314,16 @@ async def running(file: Path) -> AsyncIterator[Client]:
 async def test_a_video_through_a_whole_deployment(tmp_path: Path, short_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text(DEPLOYMENT.format(runtime_dir=short_path / "run"))
-    clip, image = clip_of(9, 96, 64, fps=3.0), png(noise(100, 80, 50))
+    clip, image = clip_of(9, 64, 32, fps=3.0), png(noise(100, 80, 50))
     by = processor("qwen3-vl")
     planned, out, _ = written(by, clip)
     still = by.plan(image)
     pixels = View.empty(still.dtype, still.shape)
     by.write(image, still, pixels)
+    with io.BytesIO() as into:
+        first, *others = [Image.open(io.BytesIO(frame)) for frame in clip.frames]
+        first.save(into, "WEBP", save_all=True, append_images=others, duration=[333, 333, 334] * 3, lossless=True)
+        animation = into.getvalue()
     async with running(file) as client:
         parts = ["What happens here? ", Video(clip.frames, fps=3.0), " And here? ", image]
         result = await client.submit(parts, output_tokens=1)
@@ -308,6 +333,14 @@ async def test_a_video_through_a_whole_deployment(tmp_path: Path, short_path: Pa
         assert [item.digest for item in result.items] == [
             fingerprint_of(view.data.data, view.dtype, view.shape) for view in (out, pixels)
         ]
+        animated = await client.submit(["And this? ", Video(animation)], output_tokens=1)
+        assert isinstance(animated, wire.Result), animated
+        assert [(item.grid, item.digest) for item in animated.items] == [
+            (planned.grid, result.items[0].digest),
+        ]
+        many = await client.submit([image, Video(animation[:-40])])
+        assert isinstance(many, wire.Failed)
+        assert (many.failure.kind, many.failure.item) == ("BadItem", 1)
         bad = await client.submit([Video([*clip.frames[:8], b"no picture"])])
         assert isinstance(bad, wire.Failed)
         assert (bad.failure.kind, bad.failure.item) == ("BadItem", 0)

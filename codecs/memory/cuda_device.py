@@ -136,7 +136,8 @@ class StreamOrder:
         device = self._device
         if device.is_capturing(self.stream):
             raise StreamCapturing(self.stream)
-        device.call("write_word", self.stream, page.device_word(column, slot), generation)
+        if not device.call("write_word_if_busy", self.stream, page.device_word(column, slot), generation):
+            page.store(column, slot, generation)  # nothing to come after: the GPU is spared the trip
 
     def join(self) -> None:
         current = self._device.current_stream()
@@ -160,15 +161,16 @@ class _ToHost:
     """Bytes on their way into page-locked host memory."""
 
     def __init__(self, device: CudaDevice, data: Bytes, stream: int) -> None:
-        here = pinned(data.nbytes)
+        with device.call("beside_captures"):
+            here = pinned(data.nbytes)
         with device.using(stream):
             here.copy_(data, non_blocking=True)
-        self._copied = device.event(stream)
+        self._device, self._copied = device, device.event(stream)
         self.data: npt.NDArray[np.uint8] = here.numpy()
 
     @property
     def done(self) -> bool:
-        return bool(self._copied.query())
+        return bool(self._device.call("happened", self._copied.cuda_event))
 
 
 class _Span:

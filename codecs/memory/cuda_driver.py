@@ -21,6 +21,7 @@ HandleKind = Literal["posix_fd", "fabric"]
 IPC_HANDLE_NBYTES = 64  #: of a CUDA IPC handle and of a FABRIC handle alike
 #: CU_MEMHOSTREGISTER_DEVICEMAP, and with READ_ONLY: DEVICEMAP alone is refused on a read-only mapping (H200, 580.159).
 _DEVICEMAP, _READ_ONLY = 0x02, 0x08
+_NOT_READY = 600  #: CUDA_ERROR_NOT_READY
 
 #: After these the context is dead and every later call in this process fails too.
 #: Source: CUDA driver API, CUresult ("the process must be terminated and relaunched").
@@ -308,9 +309,35 @@ class Driver:
         """Whether a CUDA graph is being recorded: a wait or write would then bake its value in."""
         return int(self.call("cuStreamIsCapturing", stream)) != 0
 
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """A block in which this thread may do what a graph that another thread captures does not depend on.
+
+        In a thread's usual mode, asking a stream or an event is refused meanwhile, and ends that capture (seen on an
+        H200); so is making page-locked memory.
+        """
+        relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = self.call("cuThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", mode)
+
     def write_word(self, stream: int, pointer: int, value: int) -> None:
         """Store 32 bits once everything queued on the stream so far is done and visible."""
         self.call("cuStreamWriteValue32", stream, pointer, value, 0)
+
+    def write_word_if_busy(self, stream: int, pointer: int, value: int) -> bool:
+        """As `write_word`; False, and nothing done, where the stream has nothing left that the word would come after.
+
+        Never False for a stream that comes after the default one's work too, which may not be over.
+        """
+        if stream and self._is_done("cuStreamQuery", stream):
+            apart = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+            if int(self.call("cuStreamGetFlags", stream)) == int(apart):
+                return False
+        self.write_word(stream, pointer, value)
+        return True
 
     def wait_word(self, stream: int, pointer: int, value: int) -> None:
         """Hold the stream until the word is at least `value`, by cyclic comparison."""
@@ -328,13 +355,7 @@ class Driver:
 
     def happened(self, event: int) -> bool:
         """Whether all that the event was recorded after is done."""
-        try:
-            self.call("cuEventQuery", event)
-        except CudaError as problem:
-            if problem.name != "CUDA_ERROR_NOT_READY":
-                raise
-            return False
-        return True
+        return self._is_done("cuEventQuery", event)
 
     def wait_event(self, stream: int, event: int) -> None:
         """What the stream is given from now on comes after the event."""
@@ -347,6 +368,20 @@ class Driver:
     def copy(self, into: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on a stream, from and to wherever the addresses are, a peer GPU too."""
         self.call("cuMemcpyAsync", into, source, nbytes, stream)
+
+    def _is_done(self, query: str, asked: int) -> bool:
+        """Ask without an exception, and without a block: either would cost more than the query, and this is asked for
+        every hand-over. See `beside_captures`."""
+        exchange = self._cuda.cuThreadExchangeStreamCaptureMode
+        mode = exchange(self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)[1]
+        try:
+            result = getattr(self._cuda, query)(asked)[0]
+        finally:
+            exchange(mode)
+        if int(result) == _NOT_READY:
+            return False
+        check(query, (result,))
+        return True
 
     def extent(self, pointer: int) -> int:
         """Bytes of the allocation that begins here."""

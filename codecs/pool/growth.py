@@ -24,6 +24,7 @@ from tensorferry.codecs.pool.control import AckPage, ControlPage
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.line import Sender
 
+FIRST_S = 10.0  #: at most, for the first spare, which takes a few milliseconds
 ASK_AGAIN_S = 0.002  #: by somebody who waits: others may have asked since, or taken what came
 REFUSED_S = 1.0  #: that no growth is tried after the GPU had no memory
 LOOK_S = 0.05  #: between two looks whether the spare can be had, while it cannot
@@ -60,7 +61,7 @@ class Growth:
         self._memory, self._ledger, self._control, self._consumers = memory, ledger, control, consumers
         self._lock, self._reclaim, self._idle_ns = lock, reclaim, int(idle_s * 1e9)
         self._descriptors: dict[int, int] = {}  # of mapped chunks, by position; the memory's
-        self._wanted: Sequence[int] = ()  # sizes that found no room
+        self.wanted: Sequence[int] = ()  #: sizes that found no room
         self._not_before_ns = 0  # when the spare is looked for again
         self._refused_until_ns = 0
         self._lost: FerryError | None = None  # the problem that cost this process its GPU
@@ -70,8 +71,10 @@ class Growth:
         self._news = threading.Condition()
         self._round = 0  # counts what may have made room
         self._thread = threading.Thread(target=self._run, name="tensorferry-growth", daemon=True)
-        self._wake.set()  # for the first spare
+        self._wake.set()
         self._thread.start()
+        with self._news:  # the first spare is there when the first tensor is, or cannot be had
+            self._news.wait_for(lambda: self._round, FIRST_S)
 
     # --- for the pool, under its lock
 
@@ -84,15 +87,15 @@ class Growth:
         self._hear()
         if not self.chunks.needed(self._ledger.free, sizes):
             return None
-        self._wanted = tuple(sizes)
+        self.wanted = tuple(sizes)
         self._wake.set()
         return self._round
 
     def found(self, sizes: Sequence[int]) -> None:
         """There is room for these now, however it came: grow no more for them. Whoever else asked for as much asks
         again."""
-        if self._wanted == tuple(sizes):
-            self._wanted = ()
+        if self.wanted == tuple(sizes):
+            self.wanted = ()
 
     def lent(self, now_ns: int) -> None:
         """Something was lent: see to the spare."""
@@ -165,7 +168,7 @@ class Growth:
             self._reclaim()
             self._hear()
             self._send_again()
-            wanted, self._wanted = self._wanted, ()
+            wanted, self.wanted = self.wanted, ()
             positions: list[int] = []
             if time.monotonic_ns() >= self._refused_until_ns:
                 positions = self.chunks.needed(self._ledger.free, [*wanted, self.chunks.chunk_nbytes])

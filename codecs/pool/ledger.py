@@ -106,9 +106,12 @@ class Ledger:
 
     def fits(self, sizes: Iterable[int]) -> bool:
         """Whether leases of these sizes could all be lent now. Changes nothing."""
+        rounded = [self.rounded(size) for size in sizes]
+        if len(rounded) == 1:  # so it is for nearly every item, and need not be tried out
+            return bool(self._free_slots) and rounded[0] <= self._ranges.longest
         taken: list[tuple[int, int]] = []
         try:
-            for wanted in map(self.rounded, sizes):
+            for wanted in rounded:
                 offset = self._ranges.take(wanted)
                 if offset is None:
                     return False

@@ -247,7 +247,7 @@ class Pool:
         with self._lock():
             while not self._closed:
                 if self._ledger.fits(sizes):
-                    if self._growth is not None:
+                    if self._growth is not None and self._growth.wanted:
                         self._growth.found(self._rounded(sizes))
                     return True
                 if not self._reclaim() and not (self._strike_dead() and self._reclaim()):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
 from tensorferry.stages.adapters.base import ModelAdapter, WarmsUp
+from tensorferry.stages.adapters.forms import Form, fingerprint_form, patch_vit_form, tower_form
 from tensorferry.stages.adapters.options import (
     FingerprintOptions,
     PackedOptions,
@@ -26,14 +28,35 @@ class BuiltIn:
     supports_cuda_vmm_feature_transport: bool
     multimodal: bool = True
     needs: str | None = None  #: a package that the extra `hf` installs
+    form: Callable[[ModelSpec], Form] | None = None  #: of its embeddings
 
 
 BUILT_IN = {
-    "fingerprint": BuiltIn("tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True),
-    "kimi-k25": BuiltIn("tensorferry.stages.adapters.kimi_k25:KimiK25", PackedOptions, True, needs="transformers"),
-    "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True),
-    "qwen2.5-vl": BuiltIn("tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL", TowerOptions, False, needs="transformers"),
-    "qwen3-vl": BuiltIn("tensorferry.stages.adapters.qwen3_vl:Qwen3VL", TowerOptions, True, needs="transformers"),
+    "fingerprint": BuiltIn(
+        "tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True, form=fingerprint_form
+    ),
+    "kimi-k25": BuiltIn(
+        "tensorferry.stages.adapters.kimi_k25:KimiK25",
+        PackedOptions,
+        True,
+        needs="transformers",
+        form=tower_form("kimi-k25", 7168, PackedOptions, "text_hidden_size"),
+    ),
+    "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True, form=patch_vit_form),
+    "qwen2.5-vl": BuiltIn(
+        "tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL",
+        TowerOptions,
+        False,
+        needs="transformers",
+        form=tower_form("qwen2.5-vl", 3584),
+    ),
+    "qwen3-vl": BuiltIn(
+        "tensorferry.stages.adapters.qwen3_vl:Qwen3VL",
+        TowerOptions,
+        True,
+        needs="transformers",
+        form=tower_form("qwen3-vl", 4096),
+    ),
     "text-only": BuiltIn("tensorferry.stages.adapters.text_only:TextOnly", TextOnlyOptions, False, multimodal=False),
 }
 
@@ -64,6 +87,13 @@ def make_adapter(spec: ModelSpec, threads: int, device: int | None = None) -> Mo
     if isinstance(adapter, WarmsUp):
         adapter.warm_up(device)
     return adapter
+
+
+def embedding_form(spec: ModelSpec) -> Form | None:
+    """What the model's embeddings look like, without an import; None: not known (a plug-in). Raises ConfigError."""
+    check_model(spec)
+    built_in = BUILT_IN.get(spec.adapter)
+    return None if built_in is None or built_in.form is None else built_in.form(spec)
 
 
 def takes_media(name: str) -> bool:

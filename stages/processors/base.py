@@ -17,7 +17,15 @@ class Clip:
     fps: float | None  #: how many of them are a second; None: not known
 
 
-Media = bytes | memoryview | Clip
+@dataclass(frozen=True, slots=True)
+class AnimatedFile:
+    """A video as one file of several pictures, with its own timing."""
+
+    data: bytes | memoryview
+
+
+Video = Clip | AnimatedFile
+Media = bytes | memoryview | Video
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +80,21 @@ class Processor(Protocol):
 
 
 class VideoProcessor(Processor, Protocol):
-    """A processor that takes videos too. The contracts are those of `plan` and `write`; `out` is in host memory."""
+    """A processor that takes videos too. The contracts are those of `plan` and `write`."""
 
-    def plan_video(self, clip: Clip) -> Plan: ...
+    def plan_video(self, video: Video) -> Plan: ...
 
-    def write_video(self, clip: Clip, plan: Plan, out: View) -> bytes: ...
+    def write_video(self, video: Video, plan: Plan, out: View) -> bytes: ...
 
 
 def plan(processor: Processor, media: Media) -> Plan:
     """`Processor.plan`, or of a video `plan_video`. Raises BadMedia."""
-    return _of_videos(processor).plan_video(media) if isinstance(media, Clip) else processor.plan(media)
+    return _of_videos(processor).plan_video(media) if isinstance(media, Video) else processor.plan(media)
 
 
 def write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
     """`Processor.write`, or of a video `write_video`, wherever `out` lies."""
-    is_video = isinstance(media, Clip)
-    if out.on_host or (getattr(processor, "writes_on_gpu", False) and not is_video):
+    if out.on_host or getattr(processor, "writes_on_gpu", False):
         return _write(processor, media, plan, out)
     here = View.empty(plan.dtype, plan.shape)
     content_hash = _write(processor, media, plan, here)
@@ -96,7 +103,7 @@ def write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
 
 
 def _write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
-    if isinstance(media, Clip):
+    if isinstance(media, Video):
         return _of_videos(processor).write_video(media, plan, out)
     return processor.write(media, plan, out)
 

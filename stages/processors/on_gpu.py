@@ -28,11 +28,12 @@ def write_patches(
     frames: int,
     mean: tuple[float, ...],
     std: tuple[float, ...],
+    into: slice = slice(None),
 ) -> None:
     """Write a decoded picture, (height, width, 3), into `out`, (patches, 3 * frames * patch * patch), in GPU memory.
 
-    size: the (width, height) to resize to, multiples of patch * merge. mean, std: of each channel, white being 1. The
-    order is `Qwen2VLProcessor`'s.
+    size: the (width, height) to resize to, multiples of patch * merge. mean, std: of each channel, white being 1. into:
+    which frames of the patches it is. The order is `Qwen2VLProcessor`'s.
     """
     height, width, channels = pixels.shape
     device = out.data.device
@@ -45,7 +46,7 @@ def write_patches(
         normal = (shares - _column(mean, device)) / _column(std, device)
         down, across = size[1] // (patch * merge), size[0] // (patch * merge)
         blocks = normal.view(channels, down, merge, patch, across, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
-        target = out.torch().view(down, across, merge, merge, channels, frames, patch, patch)
+        target = out.torch().view(down, across, merge, merge, channels, frames, patch, patch)[:, :, :, :, :, into]
         target.copy_(blocks.unsqueeze(5).expand_as(target))
     out.join()
 

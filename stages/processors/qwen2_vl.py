@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ from PIL import Image
 from tensorferry.codecs.tensors import DTYPES, View
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.plugin import read_options
-from tensorferry.stages.processors.base import BadMedia, Clip, Plan
+from tensorferry.stages.processors.base import BadMedia, Plan, Video
+from tensorferry.stages.processors.footage import Footage, footage_of
 from tensorferry.stages.processors.image import header, upright
 from tensorferry.stages.processors.options import Qwen2VLOptions
 from tensorferry.stages.processors.video import RULES, padded, resized_together, sampled
@@ -32,8 +33,6 @@ CHANNELS = len(CLIP_MEAN)
 NORMALISATIONS = {"clip": (CLIP_MEAN, CLIP_STD), "half": ((0.5,) * CHANNELS, (0.5,) * CHANNELS)}
 #: The longer side over the shorter, at most; Qwen2-VL refuses more.
 MAX_ASPECT = 200
-#: The pixels of all frames of a video that are looked at, over those that one image may have.
-MOST_PICTURES = 32
 
 
 class Qwen2VLProcessor:
@@ -59,54 +58,39 @@ class Qwen2VLProcessor:
         found = header(data, self.limits)
         return self._plan(*self.resized(found.width, found.height))
 
-    def plan_video(self, clip: Clip) -> Plan:
-        """Read the headers of the frames that will be looked at; see `video.py`. Raises BadMedia, naming the frame."""
-        numbers = self._numbers(clip)
-        sizes = {}
-        for number in numbers:
-            with _of_frame(number):
-                found = header(clip.frames[number], self.limits)
-            sizes[found.width, found.height] = number
-            if len(numbers) * found.width * found.height > (most := self.limits.item_pixels * MOST_PICTURES):
-                raise BadMedia(
-                    f"{len(numbers)} frames of {found.width}x{found.height}; the limit is {most} pixels in all, "
-                    f"{MOST_PICTURES} times limits.item_pixels"
-                )
-        if len(sizes) > 1:
-            (first, other) = list(sizes.items())[:2]
-            raise BadMedia("frame {} is {}x{}, frame {} {}x{}".format(first[1], *first[0], other[1], *other[0]))
-        size = self._size_of_frames(len(numbers), next(iter(sizes)))
-        return self._plan(*size, -(-len(numbers) // self.options.temporal_patch_size))
+    def plan_video(self, video: Video) -> Plan:
+        """Read the headers of the frames that will be looked at; see `footage.py` and `video.py`. Raises BadMedia."""
+        *_, plan = self._watched(video)
+        return plan
 
-    def write_video(self, clip: Clip, plan: Plan, out: View) -> bytes:
-        """Decode, resize and write, one frame after the other; `out` is in host memory. See `base.Processor`.
+    def write_video(self, video: Video, plan: Plan, out: View) -> bytes:
+        """Decode, resize and write, one frame after the other; see `write`.
 
         A patch has temporal_patch_size frames, one behind the other; where they do not come out even, the last is
         repeated. Pillow resizes (bicubic), where transformers has torchvision's interpolation: on a photo up to 7
         levels of 256 apart at sharp edges, and 0.04 on average.
         """
-        numbers, temporal = self._numbers(clip), self.options.temporal_patch_size
-        digest = self._digest(f"video {plan.grid}")
-        rows = plan.grid[1] * plan.grid[2]
-        pixels: npt.NDArray[np.uint8] | None = None
-        for position, number in enumerate(padded(numbers, temporal)):
-            if pixels is None or position < len(numbers):  # else it is the last one again
-                with _of_frame(number):
-                    image = upright(clip.frames[number], self.limits)
-                size = self._size_of_frames(len(numbers), image.size)
-                if self._plan(*size, -(-len(numbers) // temporal)) != plan or out.shape != plan.shape:
-                    raise BadMedia(f"the video of {len(numbers)} x {image.width}x{image.height} is not the planned one")
-                pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
-            patch, frame = divmod(position, temporal)
-            self._write_patches(pixels, out.rows(patch * rows, (patch + 1) * rows), slice(frame, frame + 1))
-            digest.update(np.ascontiguousarray(pixels).data)
+        footage, numbers, size, found = self._watched(video)
+        if found != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
+            raise BadMedia(f"the video of {len(numbers)} x {size[0]}x{size[1]}, resized, is not the planned one")
+        temporal, rows = self.options.temporal_patch_size, plan.grid[1] * plan.grid[2]
+        digest = self._digest(f"video {plan.grid}" if out.on_host else f"gpu video {plan.grid}")
+        with closing(footage.pictures(padded(numbers, temporal))) as pictures:
+            for position, picture in enumerate(pictures):
+                pixels = _pixels(picture, size, out)
+                patch, frame = divmod(position, temporal)
+                patches = out.rows(patch * rows, (patch + 1) * rows)
+                self._write_patches(pixels, size, patches, slice(frame, frame + 1))
+                digest.update(f"{picture.width}x{picture.height}\n".encode())
+                digest.update(pixels.data)
         return digest.digest()
 
-    def _numbers(self, clip: Clip) -> list[int]:
-        """The frames to look at. Raises BadMedia where there are none."""
-        if not clip.frames:
-            raise BadMedia("a video of no frames")
-        return sampled(self.options, len(clip.frames), clip.fps)
+    def _watched(self, video: Video) -> tuple[Footage, list[int], tuple[int, int], Plan]:
+        """A video, the frames of it that are looked at, the (width, height) they are resized to, and the plan."""
+        footage = footage_of(video, self.limits)
+        numbers = sampled(self.options, footage.frames, footage.fps)
+        size = self._size_of_frames(len(numbers), footage.size(numbers))
+        return footage, numbers, size, self._plan(*size, -(-len(numbers) // self.options.temporal_patch_size))
 
     def _size_of_frames(self, frames: int, size: tuple[int, int]) -> tuple[int, int]:
         """The (width, height) that every frame of a video is resized to."""
@@ -126,24 +110,12 @@ class Qwen2VLProcessor:
         size = self.resized(image.width, image.height)
         if self._plan(*size) != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
             raise BadMedia(f"the image of {image.width}x{image.height} is not the one that was planned")
-        if not out.on_host:
-            return self._write_on_gpu(np.asarray(image), size, out)
-        pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+        sizes = f"{size[0]}x{size[1]}" if out.on_host else f"gpu {image.width}x{image.height} {size[0]}x{size[1]}"
+        pixels = _pixels(image, size, out)
         del image  # up to 160 MB, and not needed while the tensor is written
-        self._write_patches(pixels, out)
-        return self._hash(f"{size[0]}x{size[1]}", pixels)
-
-    def _write_on_gpu(self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View) -> bytes:
-        from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
-
-        options = self.options
-        mean, std = NORMALISATIONS[options.normalisation]
-        write_patches(pixels, size, out, options.patch_size, options.merge_size, options.temporal_patch_size, mean, std)
-        return self._hash(f"gpu {pixels.shape[1]}x{pixels.shape[0]} {size[0]}x{size[1]}", pixels)
-
-    def _hash(self, sizes: str, pixels: npt.NDArray[np.uint8]) -> bytes:
+        self._write_patches(pixels, size, out)
         digest = self._digest(sizes)
-        digest.update(np.ascontiguousarray(pixels).data)
+        digest.update(pixels.data)
         return digest.digest()
 
     def _digest(self, sizes: str) -> hashlib.blake2b:
@@ -215,14 +187,21 @@ class Qwen2VLProcessor:
         modality = "video" if temporal else "image"
         return Plan(modality, (temporal or 1, down, across), (patches, self.features), self.options.dtype, rows)
 
-    def _write_patches(self, pixels: npt.NDArray[np.uint8], out: View, into: slice = slice(None)) -> None:
+    def _write_patches(
+        self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View, into: slice = slice(None)
+    ) -> None:
         """Normalise (height, width, 3) pixels into `out`, in order: of every merge_size x merge_size
         block of patches, row by row, its patches; of a patch its channels, of a channel its (equal) frames;
-        into: those of them that are this picture.
+        into: those of them that are this picture. Pixels have this (width, height); a GPU resizes them to it.
 
         One row of blocks at a time, so that what is between the two stays in the processor's cache.
         """
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
+        if not out.on_host:
+            from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
+
+            write_patches(pixels, size, out, patch, merge, frames, *NORMALISATIONS[self.options.normalisation], into)
+            return
         band = patch * merge
         blocks = pixels.shape[1] // band
         bands = out.data.view(self._levels.dtype).reshape(-1, blocks * merge**2, CHANNELS, frames, patch**2)
@@ -233,21 +212,17 @@ class Qwen2VLProcessor:
                 target[:, channel, into] = levels.take(by_channel[channel])
 
 
+def _pixels(picture: Image.Image, size: tuple[int, int], out: View) -> npt.NDArray[np.uint8]:
+    """What a tensor is made of, (height, width, 3): the resized picture; for GPU memory as it is, as a GPU resizes."""
+    return np.ascontiguousarray(picture.resize(size, Image.Resampling.BICUBIC) if out.on_host else picture)
+
+
 def _check_aspect(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise BadMedia(f"a picture of {width}x{height}")
     aspect = max(width, height) / min(width, height)
     if aspect > MAX_ASPECT:
         raise BadMedia(f"{width}x{height} is {aspect:.1f}:1; the limit of the aspect ratio is {MAX_ASPECT}:1")
-
-
-@contextmanager
-def _of_frame(number: int) -> Iterator[None]:
-    """BadMedia that is raised inside is about a frame of a video."""
-    try:
-        yield
-    except BadMedia as problem:
-        raise BadMedia(f"frame {number}: {problem}") from problem
 
 
 def _levels(dtype: str, normalisation: str) -> npt.NDArray[np.float32 | np.uint16]:

@@ -20,6 +20,7 @@ import pytest
 from tensorferry.codecs.errors import (
     AttachRefused,
     BadTensor,
+    FerryError,
     LeaseNotReady,
     LeasePoisoned,
     NotStaged,
@@ -311,6 +312,100 @@ def test_r_capture_is_refused(torch: Any, shop: Shop, until: Any) -> None:
         one.add_(1)
         with pytest.raises(StreamCapturing), shop.reader.open(other):
             raise AssertionError("opened")
+
+
+@pytest.fixture
+def capturing(torch: Any) -> Iterator[Callable[[], Any]]:
+    """A graph that another thread captures in the global mode, torch's default: it adds 1 to a tensor. Call it to end
+    the capture, to run it 3 times and to get the tensor. By the driver's own calls: torch does not get over a capture
+    that was spoiled."""
+    began, finish, ended = threading.Event(), threading.Event(), threading.Event()
+    counted, side, cuda = torch.zeros(1, device="cuda"), torch.cuda.Stream(), Driver.load()
+    with torch.cuda.stream(side):
+        counted.add_(0)
+    torch.cuda.synchronize()
+    graphs: list[Any] = []
+    problems: list[FerryError] = []
+
+    def capture() -> None:
+        with torch.cuda.stream(side):
+            mode = cuda._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+            cuda.call("cuStreamBeginCapture", side.cuda_stream, mode)
+            counted.add_(1)
+            began.set()
+            finish.wait(60)
+            try:
+                graphs.append(cuda.call("cuStreamEndCapture", side.cuda_stream))
+            except FerryError as problem:
+                problems.append(problem)
+        ended.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert began.wait(60)
+
+    def end() -> Any:
+        finish.set()
+        assert ended.wait(60)
+        assert not problems
+        runnable = cuda.call("cuGraphInstantiate", graphs[0], 0)
+        for _ in range(3):
+            cuda.call("cuGraphLaunch", runnable, side.cuda_stream)
+        torch.cuda.synchronize()
+        cuda.call("cuGraphExecDestroy", runnable)
+        return counted
+
+    yield end
+    finish.set()
+    thread.join(60)
+    for graph in graphs:
+        cuda.call("cuGraphDestroy", graph)
+
+
+def test_the_check_of_captures_sees_one_spoiled(torch: Any, capturing: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError, match="captur"):
+        torch.cuda.current_stream().query()
+    with pytest.raises(AssertionError):
+        capturing()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_r_a_capture_of_another_thread_is_not_spoiled(
+    torch: Any, shop: Shop, until: Any, request: pytest.FixtureRequest, busy: bool
+) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        source = torch.arange(1000, device="cuda")
+        shop.publish(source)  # torch has the memory that it needs, and need not ask for it beside a capture
+        torch.cuda.synchronize()
+        end = request.getfixturevalue("capturing")
+        if busy:
+            torch.cuda._sleep(20 * MS)
+        [proxy] = shop.publish(source)
+        wait_ready(shop.reader, proxy, until)
+        with shop.reader.open(proxy) as view:
+            again = view.torch().clone()
+        assert end().item() == 3
+        assert again.equal(source)
+
+
+def test_r_staging_beside_a_capture_of_another_thread(
+    torch: Any, shop: Shop, until: Any, request: pytest.FixtureRequest
+) -> None:
+    def inline() -> bytes:
+        frames: list[Buffer] = []
+        with shop.publisher.publish(source) as draft:
+            draft.stage()
+            until(lambda: draft.staged)
+            draft.dispatch(None, frames)
+        return b"".join(map(bytes, frames))
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        source = torch.arange(1000, device="cuda")
+        torch.cuda.synchronize()
+        first = inline()
+        end = request.getfixturevalue("capturing")
+        assert inline() == first
+        assert end().item() == 3
 
 
 # --- leases that are over, or never begin --------------------------------------------------------------------

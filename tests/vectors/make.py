@@ -64,6 +64,17 @@ MESSAGES: dict[str, wire.Message] = {
         30_000,
     ),
     "submit, a video": wire.Submit(REQUEST, 0, (wire.VideoPart(0, 12, 29_970), wire.VideoPart(12, 2)), 16, 1000),
+    "submit, embeddings": wire.Submit(
+        REQUEST,
+        0,
+        (
+            wire.EmbeddingsPart((wire.Output("embeddings", wire.Inline(0, CODES["bfloat16"], (64, 4096))),)),
+            wire.EmbeddingsPart((wire.Output("embeddings", INLINE), wire.Output("deepstack", INLINE)), "video"),
+        ),
+        16,
+        1000,
+    ),
+    "submit, an animated file": wire.Submit(REQUEST, 0, (wire.AnimationPart(0),), 16, 1000),
     "result": wire.Result(
         REQUEST,
         0,
