@@ -17,6 +17,11 @@ _DETAILS = (
     ("max_ms", "max, ms"),
     ("last_ms", "the last, ms"),
     ("wrong", "wrong"),
+    ("tflops", "TFLOP/s"),
+    ("matmul_percent", "% of matmul"),
+    ("host_waits", "host waits"),
+    ("max_difference", "max difference"),
+    ("rms_difference", "rms difference"),
 )
 
 

@@ -20,7 +20,7 @@ from tensorferry.codecs.consumers import acknowledging
 from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft
-from tensorferry.pipeline.config import MIB, Deployment, encoder_pool_nbytes
+from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import PoolShare, Stage, opened
@@ -48,7 +48,8 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
     )
     with ThreadPoolExecutor(1, "encode") as thread:
         # Before anybody hears of this process: imports and weights can keep its heartbeats for seconds.
-        adapter = await run_to_end(thread, partial(make_adapter, deployment.model, deployment.encoder.threads))
+        threads, device = deployment.encoder.threads, device_of(deployment, "encoder", rank)
+        adapter = await run_to_end(thread, partial(make_adapter, deployment.model, threads, device))
         async with opened(deployment, "encoder", rank, share) as stage:
             encoder = Encoder(stage, adapter, thread)
             with stage.running(encoder.hear(), encoder.encode()):

@@ -44,17 +44,21 @@ def seeded_weights(shapes: Shapes, seed: int) -> Weights:
     return weights
 
 
-def read_weights(shapes: Shapes, path: Path, prefixes: Sequence[str] = ("",)) -> Weights:
+def read_weights(
+    shapes: Shapes, path: Path, prefixes: Sequence[str] = ("",), parts: tuple[str, ...] = ("",)
+) -> Weights:
     """The weights in a safetensors file, or in those of a directory: one file, or several with an index.
 
     prefixes: what may stand before all names of this model, as in `model.visual.`; the first that occurs is taken, and
-    tensors whose names start otherwise are another model's. Names and shapes are compared before any tensor is read.
-    Raises ConfigError naming `model.path`, file and tensor: missing, unknown, of another shape, or not all finite.
+    tensors whose names start otherwise, or go on otherwise than with one of `parts`, are another model's. Names and
+    shapes are compared before any tensor is read. Raises ConfigError naming `model.path`, file and tensor: missing,
+    unknown, of another shape, or not all finite.
     """
     try:
         homes = _homes(path)
         prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in homes)), prefixes[0])
-        found = {name.removeprefix(prefix): file for name, file in homes.items() if name.startswith(prefix)}
+        ours = tuple(prefix + part for part in parts)
+        found = {name.removeprefix(prefix): file for name, file in homes.items() if name.startswith(ours)}
         for problem, names in (("lacks", shapes.keys() - found), ("has the unknown", found.keys() - shapes)):
             if names:
                 raise bad_config("model.path", f"{path} {problem} tensor {_listed(prefix, names)}")

@@ -491,7 +491,8 @@ def test_what_a_plug_in_raises_comes_through(plugins: Path) -> None:
     [
         (
             "patch-wit",
-            "'patch-wit'; give one of fingerprint, patch-vit, qwen2.5-vl, qwen3-vl, text-only, or package.module:Class",
+            "'patch-wit'; give one of fingerprint, kimi-k25, patch-vit, qwen2.5-vl, qwen3-vl, text-only, or "
+            "package.module:Class",
         ),
         ("", "unknown: ''"),
         ("os.system", "unknown: 'os.system'"),

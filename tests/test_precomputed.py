@@ -196,6 +196,7 @@ def test_e3_the_form_is_what_the_adapter_makes(spec: ModelSpec) -> None:
 def test_e3_the_form_of_a_published_model_and_of_a_checkpoint(tmp_path: Path) -> None:
     assert embedding_form(ModelSpec(adapter="qwen2.5-vl")) == ("bfloat16", 3584)
     assert embedding_form(ModelSpec(adapter="qwen3-vl", options={"dtype": "float32"})) == ("float32", 4096)
+    assert embedding_form(ModelSpec(adapter="kimi-k25")) == ("bfloat16", 7168)
     assert embedding_form(ModelSpec(adapter="some.module:Encoder")) is None
     assert embedding_form(ModelSpec(adapter="text-only")) is None
     spec = ModelSpec(adapter="qwen3-vl", path=str(tmp_path))

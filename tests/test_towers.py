@@ -162,7 +162,7 @@ def test_a_forward_pass_reads_nothing_back_from_its_device(adapter: str) -> None
     tower._follow(meta)
     patches = sum(item.patches for item in ITEMS)
     with torch.inference_mode():
-        outputs = tower._forward(torch.empty(patches, FEATURES[adapter], device=meta), [item.grid for item in ITEMS])
+        outputs = tower.forward(torch.empty(patches, FEATURES[adapter], device=meta), [item.grid for item in ITEMS])
     assert outputs["embeddings"].shape == (patches // 4, 64)
     assert outputs["embeddings"].device == meta
 

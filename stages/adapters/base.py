@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tensorferry.codecs.errors import BadTensor
 from tensorferry.codecs.tensors import View
@@ -47,6 +47,15 @@ class ModelAdapter(Protocol):
         alone, and it is told which one fails. So an item may be encoded more than once, and its result must not
         depend, but for rounding, on what it is encoded with.
         """
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """An adapter whose first calls would be slow. It is warmed up when its rank starts, before that takes requests."""
+
+    def warm_up(self, device: int | None) -> None:
+        """Load kernels, compile. device: the GPU that features will be on; None: in host memory. What it raises ends
+        the rank."""
 
 
 def split(features: View, items: Sequence[ItemInfo]) -> list[View]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from tensorferry.pipeline.config import ModelSpec
-from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TowerOptions
+from tensorferry.stages.adapters.options import FingerprintOptions, PackedOptions, PatchVitOptions, TowerOptions
 from tensorferry.stages.plugin import bad_config, read_options
 
 TINY_WIDTH = 64  #: of a tower made with the option `tiny`
@@ -20,12 +20,8 @@ class Form(NamedTuple):
     width: int
 
 
-class _Vision(msgspec.Struct):
-    out_hidden_size: int
-
-
 class _Config(msgspec.Struct):
-    vision_config: _Vision
+    vision_config: dict[str, object]
 
 
 def fingerprint_form(spec: ModelSpec) -> Form:
@@ -38,18 +34,21 @@ def patch_vit_form(spec: ModelSpec) -> Form:
     return Form(options.dtype, options.out_width)
 
 
-def tower_form(adapter: str, width: int) -> Callable[[ModelSpec], Form]:
-    """width: without `model.path`; with it, config.json there has it, or ConfigError says that it cannot be read."""
+def tower_form(
+    adapter: str, width: int, form: type[PackedOptions] = TowerOptions, key: str = "out_hidden_size"
+) -> Callable[[ModelSpec], Form]:
+    """width: without `model.path`; with it, config.json there has it, as `key` of its vision_config, or ConfigError
+    says that it cannot be read."""
 
-    def form(spec: ModelSpec) -> Form:
-        options = read_options("model.options", adapter, TowerOptions, spec.options)
+    def tower(spec: ModelSpec) -> Form:
+        options = read_options("model.options", adapter, form, spec.options)
         if spec.path is None:
             return Form(options.dtype, TINY_WIDTH if options.tiny else width)
         file = Path(spec.path) / "config.json"
         try:
-            config = msgspec.json.decode(file.read_bytes(), type=_Config)
+            vision = msgspec.json.decode(file.read_bytes(), type=_Config).vision_config
+            return Form(options.dtype, msgspec.convert(vision.get(key), int))
         except (OSError, msgspec.MsgspecError) as problem:
             raise bad_config("model.path", f"cannot read {file}: {problem}") from problem
-        return Form(options.dtype, config.vision_config.out_hidden_size)
 
-    return form
+    return tower

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.adapters.packed import Block, Packing
+from tensorferry.stages.adapters.rotary import Angles, angles_of, turned
 from tensorferry.stages.adapters.tables import Tables
-from tensorferry.stages.adapters.tower import Family, Tower
+from tensorferry.stages.adapters.tower import QWEN_PREFIXES, Family, Tower, make_rotary
 
 
 def _tables(tower: Any, grid: torch.Tensor) -> Tables:
@@ -25,6 +29,40 @@ def _tables(tower: Any, grid: torch.Tensor) -> Tables:
         {"window_index": order},
         len(order),
     )
+
+
+def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _block(layer: Any, hidden: torch.Tensor, angles: Angles, stretches: Stretches) -> torch.Tensor:
+    """Source of the arithmetic here and below: transformers 5.17, `Qwen2_5_VLVisionBlock` and
+    `Qwen2_5_VisionTransformerPretrainedModel`."""
+    qkv = layer.attn.qkv(_norm(layer.norm1, hidden)).unflatten(-1, (3, layer.attn.num_heads, -1))
+    hidden = hidden + layer.attn.proj(attend(*turned(qkv, angles), stretches))
+    out: torch.Tensor = hidden + layer.mlp(_norm(layer.norm2, hidden))
+    return out
+
+
+def _run(
+    model: Any, block: Block, features: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    order, unit = batch["window_index"], model.spatial_merge_unit
+
+    def ordered(lines: torch.Tensor) -> torch.Tensor:
+        """Window after window; the patches of a block stay together."""
+        return lines.reshape(-1, unit, lines.shape[-1])[order].flatten(0, 1)
+
+    weight = model.patch_embed.proj.weight  # see qwen3_vl
+    hidden = ordered(functional.linear(features, weight.flatten(1)))
+    angles = angles_of((ordered(batch["position_ids"])[..., None] * model.rotary_pos_emb.inv_freq).flatten(1))
+    frames = stretches_of(batch["cu_seqlens"], features.device)
+    windows = stretches_of(batch["cu_window_seqlens"], features.device)
+    for number, layer in enumerate(model.blocks):
+        hidden = block(layer, hidden, angles, frames if number in model.fullatt_block_indexes else windows)
+    merger = model.merger
+    merged = merger.mlp(_norm(merger.ln_q, hidden).reshape(len(order), -1))
+    return {"embeddings": torch.empty_like(merged).index_copy_(0, order, merged)}
 
 
 FAMILY = Family(
@@ -40,6 +78,9 @@ FAMILY = Family(
     },
     tables=_tables,
     outputs=lambda result: {"embeddings": result.pooler_output},
+    packing=Packing(_run, _block),
+    settle=make_rotary,
+    prefixes=QWEN_PREFIXES,
 )  # fmt: skip
 
 
@@ -51,6 +92,10 @@ class Qwen25VL:
     def __init__(self, spec: ModelSpec, threads: int) -> None:
         """See `Tower`."""
         self.tower = Tower(FAMILY, spec, threads)
+
+    def warm_up(self, device: int | None) -> None:
+        """See `Tower.warm_up`."""
+        self.tower.warm_up(device)
 
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
         """See `Tower.encode`."""

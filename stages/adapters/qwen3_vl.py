@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -14,9 +15,12 @@ from transformers.vision_utils import (
 )
 
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.adapters.packed import Block, Packing
+from tensorferry.stages.adapters.rotary import Angles, angles_of, turned
 from tensorferry.stages.adapters.tables import Tables
-from tensorferry.stages.adapters.tower import Family, Tower
+from tensorferry.stages.adapters.tower import QWEN_PREFIXES, Family, Tower, make_rotary
 
 
 def _tables(tower: Any, grid: torch.Tensor) -> Tables:
@@ -36,6 +40,39 @@ def _tables(tower: Any, grid: torch.Tensor) -> Tables:
         },
         {"cu_seqlens": get_vision_cu_seqlens(grid).diff().tolist()},
     )
+
+
+def _block(layer: Any, hidden: torch.Tensor, angles: Angles, stretches: Stretches) -> torch.Tensor:
+    """Source of the arithmetic here and below: transformers 5.17, `Qwen3VLVisionBlock` and `Qwen3VLVisionModel`."""
+    qkv = layer.attn.qkv(layer.norm1(hidden)).unflatten(-1, (3, layer.attn.num_heads, -1))
+    hidden = hidden + layer.attn.proj(attend(*turned(qkv, angles), stretches))
+    out: torch.Tensor = hidden + layer.mlp(layer.norm2(hidden))
+    return out
+
+
+def _run(
+    model: Any, block: Block, features: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    patch = model.patch_embed.proj  # a convolution whose windows do not overlap is a matrix product, and a faster one
+    hidden = functional.linear(features, patch.weight.flatten(1), patch.bias)
+    positions = functional.embedding_bag(
+        batch["interp_indices"],
+        model.pos_embed.weight.float(),
+        per_sample_weights=batch["interp_weights"],
+        mode="sum",
+    )
+    hidden = hidden + positions.to(hidden.dtype)
+    angles = angles_of((batch["position_ids"][..., None] * model.rotary_pos_emb.inv_freq).flatten(1))
+    stretches = stretches_of(batch["cu_seqlens"], features.device)
+    deepstack: list[torch.Tensor] = []
+    for number, layer in enumerate(model.blocks):
+        hidden = block(layer, hidden, angles, stretches)
+        if number in model.deepstack_visual_indexes:
+            deepstack.append(model.deepstack_merger_list[len(deepstack)](hidden))
+    outputs = {"embeddings": model.merger(hidden)}
+    if deepstack:
+        outputs["deepstack"] = torch.stack(deepstack)
+    return outputs
 
 
 def _outputs(result: Any) -> dict[str, torch.Tensor]:
@@ -58,6 +95,9 @@ FAMILY = Family(
     },
     tables=_tables,
     outputs=_outputs,
+    packing=Packing(_run, _block),
+    settle=make_rotary,
+    prefixes=QWEN_PREFIXES,
 )  # fmt: skip
 
 
@@ -70,6 +110,10 @@ class Qwen3VL:
     def __init__(self, spec: ModelSpec, threads: int) -> None:
         """See `Tower`."""
         self.tower = Tower(FAMILY, spec, threads)
+
+    def warm_up(self, device: int | None) -> None:
+        """See `Tower.warm_up`."""
+        self.tower.warm_up(device)
 
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
         """See `Tower.encode`."""

@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
-from tensorferry.stages.adapters.base import ModelAdapter
+from tensorferry.stages.adapters.base import ModelAdapter, WarmsUp
 from tensorferry.stages.adapters.forms import Form, fingerprint_form, patch_vit_form, tower_form
-from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions, TowerOptions
+from tensorferry.stages.adapters.options import (
+    FingerprintOptions,
+    PackedOptions,
+    PatchVitOptions,
+    TextOnlyOptions,
+    TowerOptions,
+)
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
 
 
@@ -28,6 +34,13 @@ class BuiltIn:
 BUILT_IN = {
     "fingerprint": BuiltIn(
         "tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True, form=fingerprint_form
+    ),
+    "kimi-k25": BuiltIn(
+        "tensorferry.stages.adapters.kimi_k25:KimiK25",
+        PackedOptions,
+        True,
+        needs="transformers",
+        form=tower_form("kimi-k25", 7168, PackedOptions, "text_hidden_size"),
     ),
     "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True, form=patch_vit_form),
     "qwen2.5-vl": BuiltIn(
@@ -62,14 +75,17 @@ def check_model(spec: ModelSpec) -> None:
         read_options("model.options", spec.adapter, BUILT_IN[spec.adapter].options, spec.options)
 
 
-def make_adapter(spec: ModelSpec, threads: int) -> ModelAdapter:
-    """Import and build the adapter of `spec`, weights and all; a second or more where it needs torch.
+def make_adapter(spec: ModelSpec, threads: int, device: int | None = None) -> ModelAdapter:
+    """Import, build and warm up the adapter of `spec`, weights and all; a second or more where it needs torch.
 
-    threads: compute threads it may use. `spec.adapter` is a name of BUILT_IN or a user's own class,
-    `package.module:Class`, built as `Class(spec, threads)`. Raises ConfigError, and what a plug-in raises.
+    threads: compute threads it may use. device: the GPU that it will find features on; None: they are in host memory.
+    `spec.adapter` is a name of BUILT_IN or a user's own class, `package.module:Class`, built as
+    `Class(spec, threads)`. Raises ConfigError, and what a plug-in raises.
     """
     check_model(spec)
     adapter: ModelAdapter = _class_of(spec.adapter)(spec, threads)
+    if isinstance(adapter, WarmsUp):
+        adapter.warm_up(device)
     return adapter
 
 
