@@ -33,10 +33,11 @@ from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Chunks, Confirmed, Inline, Payload, Proxy, Retired
 from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
+from tensorferry.codecs.pool.export import Attachment, Export, positions_of
 from tensorferry.codecs.pool.line import Receiver
 from tensorferry.codecs.pool.mail import Letter, ReleaseMail
 from tensorferry.codecs.pool.mapping import Mapping
-from tensorferry.codecs.pool.pool import Attachment, Export, new_nonce, positions_of
+from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of, nbytes_of
 
 

@@ -27,7 +27,8 @@ from hypothesis import settings
 
 from tensorferry.codecs.memory import cuda_vmm
 from tensorferry.codecs.memory.cuda_driver import Driver
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.reader import Reader
 
 TESTS = Path(__file__).parent

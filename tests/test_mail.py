@@ -35,8 +35,9 @@ from tensorferry.codecs.messages import (
 )
 from tensorferry.codecs.messages import Pool as PoolAnnouncement
 from tensorferry.codecs.pool import mail
+from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.mail import Letter
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool, new_nonce
+from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline import stage
