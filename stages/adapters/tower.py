@@ -161,6 +161,7 @@ class Tower:
                     patches = sum(map(prod, grids))
                     features = torch.zeros(patches, self._features_wide, dtype=self._dtype, device=device)
                     self._packed.warm_up(features, self.batch(grids, device))
+            self._packed.warmed_up()
         except Exception as problem:  # of torch's compiler, or of the compiler it calls
             if not self._options.compile:
                 raise
