@@ -48,10 +48,14 @@ class FakeChannel:
 
 
 def fake_stage(channel: FakeChannel) -> Any:
-    """A stage without sockets: its peers take every message."""
-    peers = SimpleNamespace(hear=lambda message: True)
+    """A stage without sockets, which takes every message for news of its peers."""
     return SimpleNamespace(
-        device=None, inbox=channel, epoch=EPOCH, alone=nullcontext, peers=peers, refused=lambda problem: None
+        device=None,
+        inbox=channel,
+        epoch=EPOCH,
+        alone=nullcontext,
+        hear=lambda message: True,
+        refused=lambda problem: None,
     )
 
 
