@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tensorferry.codecs.errors import BadItem
+from tensorferry.codecs.tensors import View, view_of
 from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters import registry
+from tensorferry.stages.adapters.base import ItemInfo
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
 
@@ -182,6 +185,33 @@ def test_the_host_waits_for_nothing_in_a_forward_pass(
             one.forward(batch)
         with pytest.raises((RuntimeError, AssertionError)), no_host_waits():  # transformers' own does wait
             one.theirs(batch, one.tower.model)
+
+
+def test_an_encoding_is_queued_and_what_waits_for_it_finds_the_item_at_fault(
+    torch: Any, made: Callable[..., Made], family: str, no_host_waits: Callable[..., AbstractContextManager[Any]]
+) -> None:
+    tower, grid = made(family, dtype="bfloat16").tower, (1, 16, 16)
+    items = [ItemInfo(index, "image", grid, 256, 64, bytes(16)) for index in range(3)]
+    good = torch.randn(3 * 256, FEATURES[family], device="cuda", dtype=torch.bfloat16)
+    bad = good.clone()
+    bad[600, 7] = math.nan
+    tower.forward(good, [grid] * 3)  # tables are made
+    for features in (good, bad):
+        outputs: dict[tuple[int, str], View] = {}
+
+        def out(index: int, name: str, shape: tuple[int, ...], dtype: str, outputs: Any = outputs) -> View:
+            outputs[index, name] = View.empty(dtype, shape, 0)
+            return outputs[index, name]
+
+        with no_host_waits():
+            finish = tower.encode(items, lambda _, features=features: view_of(features), out)
+        if features is good:
+            finish()
+            assert all(view.torch().isfinite().all() for view in outputs.values())
+            continue
+        with pytest.raises(BadItem, match="NaN or infinity") as caught:
+            finish()
+        assert caught.value.index == 2
 
 
 @pytest.mark.parametrize("width", [72, 80, 16])
