@@ -8,7 +8,7 @@ import torch
 
 from tensorferry.codecs.tensors import View, view_of
 from tensorferry.pipeline.config import LimitsSpec, ModelSpec
-from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.qwen3_vl import Qwen3VL
 from tensorferry.stages.processors.base import Plan
 
@@ -63,11 +63,11 @@ class GpuTower(Qwen3VL):
     def warm_up(self, device: int | None) -> None:
         super().warm_up(0)
 
-    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
         def taken_up(indices: Sequence[int]) -> View:
             features = load(indices)
             if not features.on_host:
                 return features
             return view_of(features.torch().to(self._device))
 
-        super().encode(items, taken_up, out)
+        return super().encode(items, taken_up, out)

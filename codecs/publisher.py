@@ -170,6 +170,12 @@ class Draft:
     def nbytes(self) -> int:
         return sum(view.nbytes for view in self.views)
 
+    def complete(self) -> None:
+        """All is written, or will be by what is queued: consumers find it ready then, whatever is queued behind that.
+        Implied by the first dispatch. Raises PoolClosed; StreamCapturing."""
+        if self._lease is not None:
+            self._lease.publish()
+
     def stage(self) -> None:
         """What is written has to travel inline, to one consumer at least: start copying it to the host if it is not
         there. Nobody waits: look at `staged` until it is True, then dispatch. The bytes are those that were written

@@ -58,6 +58,15 @@ def test_the_towers_benchmark_runs_to_its_tables(tmp_path: Path) -> None:
         assert [found for found in outcome.measurements if not found.details["max_difference"] < 1e-4] == []
 
 
+def test_the_attention_probe_runs_to_its_end() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
+    command = [sys.executable, "-m", "benchmarks.probes.attention", "--smoke"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    measured = {line[:48].strip() for line in ran.stdout.splitlines() if " ms" in line[48:]}
+    assert {"dense, as torch chooses", "fc1 with gelu in it", "4 layers, 32 sizes, as it is"} <= measured
+
+
 def test_the_encoders_benchmark_runs_to_its_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     file = tmp_path / "report.json"

@@ -81,7 +81,7 @@ async def test_an_encoder_that_waits_keeps_no_job() -> None:
     encoder = object.__new__(Encoder)
     encoder._stage, encoder._over = fake_stage(FakeChannel()), Tombstones()
     encoder._stage.counters = SimpleNamespace(count=lambda name: None)
-    encoder._jobs = Jobs(0, 0.0, lambda job: 0)
+    encoder._cache, encoder._jobs = None, Jobs(0, 0.0, lambda job: 0)
     frame = np.zeros(1)
     kept = weakref.ref(frame)
     long_over = wire.Encode(bytes(16), 0, EPOCH, ORIGIN, (), (), (), 0)

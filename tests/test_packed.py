@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch._inductor import async_compile
 from torch.nn import functional
 
 from tensorferry.codecs.errors import ConfigError
@@ -19,6 +20,7 @@ from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters import registry, rotary, tower
 from tensorferry.stages.adapters.attention import attend, stretches_of
 from tensorferry.stages.adapters.base import WarmsUp
+from tensorferry.stages.adapters.packed import Packed
 from tensorferry.stages.adapters.rotary import angles_of, turned
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
@@ -154,6 +156,20 @@ def test_a_batch_that_would_be_compiled_in_a_request_is_not_and_that_is_said(mon
     assert event["patches"] == sum(map(math.prod, BATCHES[2]))
     assert "recompile" in event["problem"]
     assert compiled.refused == 1
+
+
+@pytest.mark.usefixtures("no_inductor")
+def test_the_compilers_processes_end_when_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU there are as many as cores; on the host torch compiles without."""
+    warm_ups: list[int] = []
+    ended: list[int] = []
+    warm_up = Packed.warm_up
+    monkeypatch.setattr(Packed, "warm_up", lambda *given: (warm_ups.append(1), warm_up(*given)))
+    monkeypatch.setattr(async_compile, "shutdown_compile_workers", lambda: ended.append(len(warm_ups)))
+    make("qwen3-vl")
+    assert ended == []
+    make("qwen3-vl", compile=True)
+    assert ended == [3]
 
 
 @pytest.mark.usefixtures("no_inductor")

@@ -20,7 +20,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from tensorferry.codecs.errors import BadItem
 from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
-from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.options import PackedOptions
 from tensorferry.stages.adapters.packed import Block, Packing
 from tensorferry.stages.adapters.rotary import Angles, angles_of, turned
@@ -215,9 +215,9 @@ class KimiK25:
         """See `Tower.warm_up`."""
         self.tower.warm_up(device)
 
-    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
         """See `Tower.encode`."""
         for item in items:
             if item.grid[0] > (most := self.tower.model.config.init_pos_emb_time):
                 raise BadItem(item.index, f"{item.grid[0]} frames; at most {most} become one")
-        self.tower.encode(items, load, out)
+        return self.tower.encode(items, load, out)

@@ -56,6 +56,14 @@ class Packed:
             self._compiled = torch.compile(packing.block, dynamic=True, fullgraph=True)
         self._refused = 0
 
+    def warmed_up(self) -> None:
+        """All kinds of batches were there. The processes of torch's compiler end, as many as there are cores up to 32,
+        which else live as long as this one."""
+        if self._compiled is not None:
+            from torch._inductor import async_compile  # takes a third of a second, and torch.compile has imported it
+
+            async_compile.shutdown_compile_workers()
+
     @property
     def refused(self) -> int:
         """Batches that went through uncompiled layers since what is compiled does not take them."""

@@ -16,7 +16,7 @@ from transformers.vision_utils import (
 
 from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
-from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.packed import Block, Packing
 from tensorferry.stages.adapters.rotary import Angles, angles_of, turned
 from tensorferry.stages.adapters.tables import Tables
@@ -115,6 +115,6 @@ class Qwen3VL:
         """See `Tower.warm_up`."""
         self.tower.warm_up(device)
 
-    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
         """See `Tower.encode`."""
-        self.tower.encode(items, load, out)
+        return self.tower.encode(items, load, out)

@@ -18,7 +18,7 @@ from tensorferry.codecs.errors import BadItem, BadTensor
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.attention import takes_unequal
-from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.grids import check_grid
 from tensorferry.stages.adapters.options import PackedOptions, TowerOptions
 from tensorferry.stages.adapters.packed import Packed, Packing
@@ -112,20 +112,22 @@ class Tower:
         self._follow(torch.device("cpu") if device is None else torch.device("cuda", device))
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
-        """All items in one forward pass. The host waits for the device once, to know that all numbers are finite.
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
+        """All items in one forward pass. On a GPU it is only queued; what this returns waits, to know that all numbers
+        are finite.
 
         Raises BadItem for the first item whose numbers disagree or whose embeddings are not all finite (NaN or
         infinity among its pixels, or values beyond the dtype); BadTensor for features that the tower does not take.
         """
         if not items:
-            return
+            return None
         for item in items:
             check_grid(item, self._merge, frames_become_one=self._family.frames_become_one)
         features = self._features(load([item.index for item in items]), sum(item.patches for item in items))
         self._follow(features.device)
         outputs = self.forward(features, [item.grid for item in items])
-        if not torch.stack([tensor.isfinite().all() for tensor in outputs.values()]).all():
+        finite = torch.stack([tensor.isfinite().all() for tensor in outputs.values()]).all()
+        if features.device.type != "cuda" and not finite:
             self._blame(items, features, outputs)
         start = 0
         for item in items:
@@ -133,6 +135,16 @@ class Tower:
                 rows = tensor.narrow(-2, start, item.rows)
                 out(item.index, name, tuple(rows.shape), self._options.dtype).torch().copy_(rows)
             start += item.rows
+        if features.device.type != "cuda":
+            return None
+        known = _OnHost(finite)
+
+        @torch.inference_mode()
+        def finish() -> None:
+            if not known.value():
+                self._blame(items, features, outputs)
+
+        return finish
 
     def _features(self, view: View, patches: int) -> torch.Tensor:
         expected = (patches, self._features_wide)
@@ -161,6 +173,7 @@ class Tower:
                     patches = sum(map(prod, grids))
                     features = torch.zeros(patches, self._features_wide, dtype=self._dtype, device=device)
                     self._packed.warm_up(features, self.batch(grids, device))
+            self._packed.warmed_up()
         except Exception as problem:  # of torch's compiler, or of the compiler it calls
             if not self._options.compile:
                 raise
@@ -201,6 +214,21 @@ class Tower:
             if not all(tensor.narrow(-2, row, item.rows).isfinite().all() for tensor in outputs.values()):
                 raise BadItem(item.index, f"its embeddings overflow {self._options.dtype}")
             patch, row = patch + item.patches, row + item.rows
+
+
+class _OnHost:
+    """A truth value on its way from a GPU, that can be waited for without what is queued behind it."""
+
+    def __init__(self, there: torch.Tensor) -> None:
+        with _current(there.device):
+            self._here = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(there, non_blocking=True)
+            # For a thread that sleeps, beside one that launches kernels.
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def value(self) -> bool:
+        self._copied.synchronize()
+        return bool(self._here)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
