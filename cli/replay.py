@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
@@ -17,7 +18,7 @@ from tensorferry.cli.report import write_pages
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, require_available, resolved
+from tensorferry.pipeline.config import Deployment, require_available
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.image_models import image_model
 from tensorferry.pipeline.replay.photos import load_photos
@@ -149,7 +150,7 @@ def command(
         strict=strict,
         pooled_from_nbytes=None if deployment.transport == "cpu" else deployment.pool.inline_below_kb << 10,
         command=("tensorferry", *sys.argv[1:]),
-        config=resolved(deployment),
+        config=msgspec.to_builtins(deployment),
     )
     stderr = Console(stderr=True)
     with preparing(stderr) as progress:

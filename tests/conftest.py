@@ -15,9 +15,10 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import msgspec
@@ -31,6 +32,7 @@ from tensorferry.codecs.messages import ItemReport, Mark
 from tensorferry.codecs.pool.pool import Attachment, Export, Pool
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline.replay.gauges import Sample
+from tensorferry.pipeline.replay.html import charts
 from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
 from tensorferry.pipeline.replay.report import write_report
 from tensorferry.pipeline.replay.request import Request
@@ -381,6 +383,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # --- what replays leave --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="session")
+def plots() -> None:
+    """matplotlib, which opens its fonts once and keeps them."""
+    pytest.importorskip("matplotlib", reason="pip install 'tensorferry[report]'")
+    charts.svg("first", lambda axes: None)
+
+
 MakeRun = Callable[..., Path]
 
 
@@ -395,7 +404,7 @@ def make_run() -> MakeRun:
         inline: Collection[int] = (),
         failed: Collection[int] = (),
         text: str = "what",
-        config: str = "name: local\n",
+        config: Mapping[str, object] = MappingProxyType({"name": "local"}),
         speed: str = "1",
     ) -> Path:
         """inline: the requests whose item fell back; failed: those that failed. The item of each has 1 MB."""

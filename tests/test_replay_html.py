@@ -27,16 +27,10 @@ from tensorferry.pipeline.replay.html.run import report
 from tensorferry.pipeline.replay.perfetto import MOST_REQUESTS, SLOWEST, perfetto
 from tensorferry.pipeline.replay.summary import Summary
 
-pytest.importorskip("matplotlib", reason="pip install 'tensorferry[report]'")
+pytestmark = pytest.mark.usefixtures("plots")
 
 MakeRun = Callable[..., Path]
 DOCS = Path(__file__).parent.parent / "docs"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fonts_are_open() -> None:
-    """matplotlib opens them once and keeps them."""
-    charts.svg("first", charts.lines(np.array([0.0, 1.0]), {}, "%"))
 
 
 class Reader(HTMLParser):
@@ -112,7 +106,7 @@ def test_a_report_says_what_was_done_and_what_came_of_it(make_run: MakeRun, tmp_
 
 
 def test_what_a_trace_says_is_text_and_not_markup(make_run: MakeRun, tmp_path: Path) -> None:
-    config = "name: '<script>alert(1)</script>'\n"
+    config = {"name": "<script>alert(1)</script>"}
     reader = read(report(read_run(make_run(tmp_path, config=config))))
     assert "script" not in reader.tags
     assert "<script>alert(1)</script>" in reader.text

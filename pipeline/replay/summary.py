@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -59,7 +61,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     guessed_think_times: int  #: of those, how many think times have the recorded answer in them
     payload_sha256: str  #: of all that was to be sent
     command: list[str]  #: what was typed
-    config: str  #: every setting of the deployment, as YAML that makes the same one
+    config: dict[str, Any]  #: every setting of the deployment, as its file has them
     pooled_from_nbytes: int | None  #: items of at least so many bytes should travel in a pool; None: none should
     strict: bool  #: a degraded run is a failed one
     duration_s: float  #: from the first due time to the last outcome
@@ -170,7 +172,7 @@ class Setup(msgspec.Struct, frozen=True):
     #: Items of at least so many bytes should travel in a pool; None: inline is how they are meant to travel.
     pooled_from_nbytes: int | None = None
     command: Sequence[str] = ()
-    config: str = ""
+    config: Mapping[str, Any] = MappingProxyType({})
 
 
 def drops_of(trace: Trace, preparation: Preparation, replay: Replay) -> list[Drop]:
@@ -225,7 +227,7 @@ def summarise(
             guessed_think_times=replay.turns.guessed,
             payload_sha256=preparation.payload_sha256,
             command=list(setup.command),
-            config=setup.config,
+            config=dict(setup.config),
             pooled_from_nbytes=setup.pooled_from_nbytes,
             strict=setup.strict,
             duration_s=end_ns / NS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from typing import NamedTuple
 
 from tensorferry.pipeline.replay.html.charts import HEIGHT, Draw, svg
 
@@ -62,10 +63,12 @@ def plots(*figures: Html) -> Html:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, said: Sequence[int] = ()) -> Html:
-    """said: the columns that hold sentences rather than numbers. A cell may be `marked`."""
+    """said: the columns that hold sentences rather than numbers. A cell may be `Marked`."""
 
     def cell(tag: str, column: int, value: object) -> str:
-        kind = value.kind if isinstance(value, Marked) else "said" if column in said else ""
+        kind = "said" if column in said else ""
+        if isinstance(value, Marked):
+            value, kind = value
         named = f' class="{kind}"' if kind else ""
         return f"<{tag}{named}>{text(value)}</{tag}>"
 
@@ -76,17 +79,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, said: Sequen
     return Html(f'<div class="scroll"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>')
 
 
-class Marked(str):
+class Marked(NamedTuple):
     """A cell that is `better` or `worse` than another."""
 
-    __slots__ = ("kind",)
+    value: str
     kind: str
-
-
-def marked(value: str, kind: str) -> Marked:
-    cell = Marked(value)
-    cell.kind = kind
-    return cell
 
 
 def facts(values: Iterable[tuple[str, object]]) -> Html:

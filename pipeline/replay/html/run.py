@@ -14,6 +14,7 @@ from tensorferry.pipeline.replay.html import charts, page
 from tensorferry.pipeline.replay.html.page import Html
 from tensorferry.pipeline.replay.report import how_text, invented_text, size_text, trace_text, warnings
 from tensorferry.pipeline.replay.summary import Quantiles, Reason, Step, Summary
+from tensorferry.pipeline.yamlfile import emit
 
 SLOWEST = 12
 STEP_HEAD = ("ms", "until", "requests", "p50", "p99", "p50 since the send", "p99")
@@ -218,7 +219,7 @@ def _again(s: Summary) -> Html:
         ("tensorferry", s.tensorferry),
     ]
     return page.section(
-        "The same again", page.facts(known), page.folded("every setting of the deployment", s.run.config)
+        "The same again", page.facts(known), page.folded("every setting of the deployment", emit(s.run.config))
     )
 
 
