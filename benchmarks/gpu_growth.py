@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorferry.codecs.memory.cuda_vmm import VmmImport, VmmSegment
-from tensorferry.codecs.memory.memory import GpuHandle
+from tensorferry.codecs.memory.memory import GpuHandle, Handle
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
@@ -57,10 +57,10 @@ class Life:
 
     def lead(self, position: int) -> dict[str, float]:
         """One life: milliseconds of each step."""
-        descriptors: list[int] = []
+        handles: list[Handle] = []
         return {
-            "make": timed(lambda: descriptors.append(self.producer.grow(position))),
-            "map by a consumer": timed(lambda: self.consumer.map(position, descriptors[0])),
+            "make": timed(lambda: handles.append(self.producer.grow(position))),
+            "map by a consumer": timed(lambda: self.consumer.map(position, handles[0])),
             "first write": timed(lambda: self._write(position)),
             "unmap": timed(lambda: self.producer.shrink(position)),
             "drop": timed(lambda: self.consumer.unmap(position)),

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from benchmarks import batches, codec, cpu, handover, leases
+from benchmarks import batches, codec, cpu, handover, leases, pacing, traces
 from benchmarks.results import FULL, QUICK, SMOKE, Outcome, Scale
 from benchmarks.tables import table
 
@@ -28,6 +28,9 @@ BENCHMARKS: dict[str, Callable[[Scale], Outcome]] = {
     "scan": leases.scan,
     "cpu": cpu.cpu,
     "batches": batches.batches,
+    "reading": traces.reading,
+    "trace-memory": traces.memory,
+    "pacing": pacing.pacing,
 }
 
 

@@ -13,7 +13,15 @@ _DETAILS = (
     ("producer_faults", "faults, producer"),
     ("consumer_faults", "faults, consumer"),
     ("cpu_s_per_gib", "CPU s/GiB"),
+    ("p99_ms", "p99, ms"),
+    ("max_ms", "max, ms"),
+    ("last_ms", "the last, ms"),
     ("wrong", "wrong"),
+    ("tflops", "TFLOP/s"),
+    ("matmul_percent", "% of matmul"),
+    ("host_waits", "host waits"),
+    ("max_difference", "max difference"),
+    ("rms_difference", "rms difference"),
 )
 
 

@@ -19,6 +19,10 @@ from tensorferry.codecs.errors import ConfigError, FerryError
 #: stands here so that `--help` need not import them all.
 COMMANDS = {
     "replay": "Replay a recorded TRACE through a deployment and report.",
+    "report": "Make the pages of a replay's --out folder again.",
+    "compare": "Compare replays, repeats put together, with confidence intervals.",
+    "sweep": "Replay a TRACE with every combination of settings, and compare.",
+    "trace": "Describe, convert and cut recorded traces.",
     "up": "Run a whole deployment under supervision.",
     "status": "Say who of a running deployment is ready, and who is not.",
     "down": "Drain and stop a running deployment.",

@@ -10,22 +10,29 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.report import write_pages
+from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.replay.formats.lengths import Keys
+from tensorferry.pipeline.replay.image_models import image_model
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
 from tensorferry.pipeline.replay.progress import preparing, replaying
-from tensorferry.pipeline.replay.report import print_report, write_report
+from tensorferry.pipeline.replay.report import print_plan, print_report, write_report
 from tensorferry.pipeline.replay.run import Replay
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.session import Session
 from tensorferry.pipeline.replay.summary import Setup, drops_of, summarise
 from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.pipeline.replay.trace import load
+from tensorferry.pipeline.replay.turns import MODES, Mode, natural_mode
+from tensorferry.pipeline.replay.window import Moment, Window
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import configure
 from tensorferry.stages.processors.base import BadMedia, Processor
@@ -43,7 +50,7 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
 
 
 @click.command()
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@trace_argument
 @click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
 @set_option
 @click.option(
@@ -55,10 +62,32 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
     help="2: twice as fast as recorded; max: as fast as the deployment takes it.",
 )
 @click.option("--concurrency", type=click.IntRange(min=1), help="At most so many in flight; the rest wait, and count.")
+@reading_options
+@window_options
 @click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
+@click.option(
+    "--failures", type=click.Choice(["keep", "drop"]), default="keep", help="Requests recorded without output."
+)
+@click.option(
+    "--image-model",
+    "model",
+    metavar="MODEL",
+    default="modserve",
+    show_default=True,
+    help="Sizes of images that the trace only counts: modserve, coco, 640x480, a CSV of sizes, or another trace.",
+)
+@click.option(
+    "--sessions",
+    type=click.Choice(MODES),
+    help="Later turns: at their time; that, but after the answer before; their think time after it. "
+    "Default: think where the trace has delays, else clock.",
+)
+@click.option("--strict", is_flag=True, help="Refuse rows out of order; fail where sending fell behind its schedule.")
+@click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is invented.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for summary.json, results.jsonl.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.html and the numbers behind it."
+)
 @click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
 @click.pass_context
 def command(
@@ -68,15 +97,25 @@ def command(
     settings: tuple[str, ...],
     speed: Speed,
     concurrency: int | None,
-    limit: int | None,
-    images: Path | None,
+    rate: float | None,
+    keys: Keys | None,
     seed: int,
+    start: Moment | None,
+    end: Moment | None,
+    limit: int | None,
+    failures: str,
+    model: str,
+    sessions: Mode | None,
+    strict: bool,
+    dry_run: bool,
+    images: Path | None,
     out: Path | None,
     attach: bool,
 ) -> None:
     """Replay the recorded TRACE through the deployment of a file, and report.
 
-    Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok; 2 wrong usage, 1 it could not be run.
+    Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok, 5 with --strict, it was not the recorded
+    load; 2 wrong usage, 1 it could not be run.
     """
     deployment = load_deployment(file, settings)
     if attach:
@@ -90,7 +129,12 @@ def command(
         deployment, settings = load_to_run(file, settings)
     if out is not None:
         _make_folder(out)
-    recorded = read_trace(trace, limit=limit)
+    try:
+        sizes = image_model(model, seed)
+    except ValueError as problem:
+        raise click.BadParameter(str(problem), ctx, param_hint="--image-model") from None
+    recording = opened(trace, rate, keys, seed, scheduled=speed.ratio is not None)
+    recorded = load(recording, window=Window(start, end), limit=limit, failures=failures == "keep", strict=strict)
     text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
     tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
     sizer = Sizer(make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits))
@@ -103,11 +147,14 @@ def command(
         seed=seed,
         concurrency=concurrency,
         limit=limit,
+        strict=strict,
         pooled_from_nbytes=None if deployment.transport == "cpu" else deployment.pool.inline_below_kb << 10,
+        command=("tensorferry", *sys.argv[1:]),
+        config=msgspec.to_builtins(deployment),
     )
     stderr = Console(stderr=True)
     with preparing(stderr) as progress:
-        prepared = prepare(recorded, load_photos(images), sizer, tokens, seed=seed, progress=progress)
+        prepared = prepare(recorded, load_photos(images), sizer, tokens, seed=seed, model=sizes, progress=progress)
     replay = Replay(
         prepared.requests,
         tokens,
@@ -115,7 +162,12 @@ def command(
         concurrency=concurrency,
         deadline_s=deployment.limits.request_timeout_s,
         run_id=secrets.token_bytes(8) if attach else b"%d" % seed,
+        sessions=sessions or natural_mode(recorded.requests),
     )
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    if dry_run:
+        print_plan(console, summarise(recorded, prepared, replay, setup))
+        return
     session = Session(replay)
     try:
         if prepared.requests:
@@ -129,10 +181,10 @@ def command(
         if replay.start_ns or not prepared.requests:
             summary = summarise(recorded, prepared, replay, setup, pools=session.pools, error=session.error)
             drops = drops_of(recorded, prepared, replay)
-            print_report(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), summary)
+            print_report(console, summary)
             if out is not None:
-                write_report(out, summary, replay.outcomes, drops, replay.start_ns)
-                click.echo(f"wrote summary.json and results.jsonl to {click.format_filename(out)}")
+                write_report(out, summary, replay.outcomes, drops, replay.start_ns, session.sampler.samples)
+                write_pages(out)
     ctx.exit(summary.exit_status)
 
 

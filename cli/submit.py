@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,26 +15,31 @@ from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.codecs.messages import Busy, Failed, Result
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.parts import Image, Part, Video
 
 NOT_SERVED = 3
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+#: An option that adds to the prompt -> what is sent for its value.
+PARTS: dict[str, Callable[[Any], Part]] = {"text": str, "image": Image, "video": Video}
 
 
 class InOrder(click.Command):
-    """Keeps the order in which --text and --image were given: `ctx.meta["parts"]` names each in turn.
+    """Keeps the order in which --text, --image and --video were given: `ctx.meta["parts"]` names each in turn.
 
     click collects a repeatable option's values in one tuple per option, and a prompt is one sequence.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(list(args))
-        ctx.meta["parts"] = [parameter.name for parameter in order if parameter.name in ("text", "image")]
+        ctx.meta["parts"] = [parameter.name for parameter in order if parameter.name in PARTS]
         return super().parse_args(ctx, args)
 
 
 @click.command(cls=InOrder)
 @click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
 @set_option
-@click.option("--image", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--image", multiple=True, type=FILE)
+@click.option("--video", multiple=True, type=FILE, help="An animated file.")
 @click.option("--text", multiple=True)
 @click.option("--output-tokens", type=click.IntRange(min=0), default=16, show_default=True)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True)
@@ -43,20 +49,19 @@ def command(
     file: Path,
     settings: tuple[str, ...],
     image: tuple[Path, ...],
+    video: tuple[Path, ...],
     text: tuple[str, ...],
     output_tokens: int,
     timeout_s: float,
 ) -> None:
-    """Send one request to the running deployment of a file: its --image and --text parts, in the order given.
+    """Send one request to the running deployment of a file: its --image, --video and --text, in the order given.
 
     Exit status: 0 served, 3 failed or busy; 2 wrong usage, 1 no deployment that is ready.
     """
-    parts: list[str | bytes] = []
-    texts, images = iter(text), iter(image)
-    for name in ctx.meta["parts"]:
-        parts.append(next(texts) if name == "text" else next(images).read_bytes())
+    given = {"text": iter(text), "image": iter(image), "video": iter(video)}
+    parts = [PARTS[name](next(given[name])) for name in ctx.meta["parts"]]
     if not parts:
-        raise click.UsageError("nothing to send: give at least one --image or --text")
+        raise click.UsageError("nothing to send: give at least one --image, --video or --text")
     outcome = asyncio.run(_submit(load_deployment(file, settings), parts, output_tokens, timeout_s))
     console = Console()
     match outcome:
@@ -70,7 +75,7 @@ def command(
 
 
 async def _submit(
-    deployment: Deployment, parts: Sequence[str | bytes], output_tokens: int, timeout_s: float
+    deployment: Deployment, parts: Sequence[Part], output_tokens: int, timeout_s: float
 ) -> Result | Failed | Busy:
     deadline_s = min(timeout_s, deployment.limits.request_timeout_s)
     async with Client.connect(deployment, timeout_s=timeout_s) as client:

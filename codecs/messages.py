@@ -18,11 +18,15 @@ from msgspec import Meta
 PROTOCOL_VERSION = 1
 SENDINGS = 256  #: of one submission, by its owner
 MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
+MOST_TOLD = 4096  #: leases or chunks in one message about a pool
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Nanoseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: of the sender's CLOCK_MONOTONIC
 Generation = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Serial = Annotated[int, Meta(ge=1, lt=1 << 32)]  #: of a chunk; no other of its pool ever has it
+Serials = Annotated[tuple[Serial, ...], Meta(max_length=MOST_TOLD)]
+Named = Annotated[tuple[tuple[Index, Generation], ...], Meta(max_length=MOST_TOLD)]  #: leases: slot and generation
 Nonce = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]  #: random, never 0: one life of a process, or one pool
 Life = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: the epoch of a process, or 0: a client, which has none
 Submission = Annotated[int, Meta(ge=0, lt=1 << 23)]  #: how often a client has sent a request before
@@ -161,29 +165,47 @@ class Members(Wire, frozen=True, tag=15):
     members: tuple[Member, ...]
 
 
+class Chunk(Wire, frozen=True):
+    """A chunk of an elastic pool, and where it is."""
+
+    position: Index
+    serial: Serial
+    handle: Annotated[bytes, Meta(max_length=64)] = b""  #: CUmemFabricHandle; empty: a descriptor comes by the line
+
+
 class Chunks(Wire, frozen=True, tag=16):
-    """Chunks of physical memory were mapped into an elastic pool at these byte offsets."""
+    """These chunks were mapped. Said again until `Released.taken` has them."""
 
     pool: Nonce
-    serials: tuple[Index, ...]
-    offsets: tuple[Count, ...]
-    nbytes: Count  #: of each chunk
+    to: Nonce  #: the consumer's epoch
+    chunks: Annotated[tuple[Chunk, ...], Meta(max_length=MOST_TOLD)]
 
 
 class Retired(Wire, frozen=True, tag=17):
-    """These chunks take no more leases; unmap them, then answer `Released` with slot = serial."""
+    """These chunks take no more leases: drop them. Said again until `Released.dropped` has them."""
 
     pool: Nonce
-    serials: tuple[Index, ...]
+    to: Nonce
+    chunks: Annotated[tuple[Chunk, ...], Meta(max_length=MOST_TOLD)]
 
 
 class Released(Wire, frozen=True, tag=18):
-    """Acknowledgement by message, where the consumer cannot write a control page of its own."""
+    """Acknowledgements by message, of a consumer that shares no pages with the pool. Leases: said again until
+    `Confirmed`; chunks: in answer to `Chunks` and `Retired`, each time."""
 
-    origin: Origin
     pool: Nonce
-    slot: Index
-    generation: Generation
+    consumer: Nonce  #: its epoch
+    leases: Named
+    taken: Serials = ()
+    dropped: Serials = ()  #: nothing is held of these any more
+
+
+class Confirmed(Wire, frozen=True, tag=21):
+    """These acknowledgements have come, now or before."""
+
+    pool: Nonce
+    to: Nonce
+    leases: Named
 
 
 class Drain(Wire, frozen=True, tag=19):
@@ -215,7 +237,28 @@ class ImagePart(Wire, frozen=True, tag=3):
     frame: Annotated[int, Meta(ge=0, lt=65536)]
 
 
-Part = TextPart | TokensPart | ImagePart
+class VideoPart(Wire, frozen=True, tag=4):
+    """A video, one item: encoded pictures of one size, frames `first .. first+count` of this message, in order."""
+
+    first: Annotated[int, Meta(ge=0, lt=65536)]
+    count: Annotated[int, Meta(ge=1, lt=65536)]
+    frames_per_1000_s: Index = 0  #: 0: not known
+
+
+class AnimationPart(Wire, frozen=True, tag=5):
+    """A video, one item: frame `frame` of this message, an animated file (GIF, PNG, WebP) with its own timing."""
+
+    frame: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+class EmbeddingsPart(Wire, frozen=True, tag=6):
+    """An item whose embeddings were made elsewhere, and which no encoder sees; `embeddings`, (rows, width), first."""
+
+    outputs: Annotated[tuple[Output, ...], Meta(min_length=1, max_length=16)]  #: inline, all of them
+    modality: Name = "image"  #: image or video: whose placeholders stand for it
+
+
+Part = TextPart | TokensPart | ImagePart | VideoPart | AnimationPart | EmbeddingsPart
 
 
 class Submit(Wire, frozen=True, tag=30):
@@ -236,11 +279,12 @@ class Mark(Wire, frozen=True):
 class ItemReport(Wire, frozen=True):
     """What became of one item, in request order."""
 
-    rank: Index  #: encoder rank that encoded it
+    #: Encoder rank that encoded it; -1: none, its embeddings came with the request.
+    rank: Annotated[int, Meta(ge=-1, lt=1 << 31)]
     grid: Grid
     rows: Count
-    transport: Name  #: how its features travelled: shm, cuda_ipc, cuda_vmm or inline
-    nbytes: Count  #: of its features
+    transport: Name  #: how its features (or such embeddings) travelled: shm, cuda_ipc, cuda_vmm or inline
+    nbytes: Count  #: of these
     digest: Annotated[bytes, Meta(max_length=64)]  #: what the engine made of its embeddings; empty from most
 
 
@@ -251,6 +295,7 @@ class Result(Wire, frozen=True, tag=31):
     output_tokens: Count
     items: tuple[ItemReport, ...]
     marks: tuple[Mark, ...]
+    token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: the answer, as in TokensPart; often empty
 
 
 class Failure(Wire, frozen=True):
@@ -322,7 +367,7 @@ class Admit(Wire, frozen=True, tag=40):
 
 class Item(Wire, frozen=True):
     modality: Name  #: image, video or audio
-    grid: Grid  #: their product is the number of patches
+    grid: Grid  #: their product is the number of patches; 0: nobody encodes it, its embeddings came with the request
     rows: Count  #: placeholder tokens, so rows of its embeddings
     content_hash: Hash
     payload: Payload | None  #: None unless the receiver owns the item
@@ -367,6 +412,7 @@ class Done(Wire, frozen=True, tag=43):
     output_tokens: Count
     digests: tuple[Annotated[bytes, Meta(max_length=64)], ...]  #: one per item, in order
     marks: tuple[Mark, ...]
+    token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: as in Result
 
 
 class Collected(Wire, frozen=True, tag=44):
@@ -379,7 +425,7 @@ class Collected(Wire, frozen=True, tag=44):
 
 
 Message = (
-    Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Drain | Drained
+    Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Confirmed | Drain | Drained
     | Submit | Result | Failed | Busy | Cancel | Admit | Encode | Embeddings | Done
     | Collected
 )  # fmt: skip

@@ -170,6 +170,12 @@ class Draft:
     def nbytes(self) -> int:
         return sum(view.nbytes for view in self.views)
 
+    def complete(self) -> None:
+        """All is written, or will be by what is queued: consumers find it ready then, whatever is queued behind that.
+        Implied by the first dispatch. Raises PoolClosed; StreamCapturing."""
+        if self._lease is not None:
+            self._lease.publish()
+
     def stage(self) -> None:
         """What is written has to travel inline, to one consumer at least: start copying it to the host if it is not
         there. Nobody waits: look at `staged` until it is True, then dispatch. The bytes are those that were written
@@ -187,13 +193,23 @@ class Draft:
         """Whether `dispatch` to this consumer would raise NotStaged now."""
         return bool(self.views) and (self._lease is None or column is None) and not self.staged
 
+    def prepared(self, column: int | None) -> bool:
+        """Whether `dispatch` to this consumer would go now; if not, what it needs is under way, and nobody waits: look
+        again. What travels inline must be in host memory (see `stage`), and what is told of by message complete.
+
+        Raises StreamCapturing, PoolClosed."""
+        if self.must_stage(column):
+            self.stage()
+            return False
+        return self._lease is None or column is None or not self.views or self._lease.prepared(column)
+
     def dispatch(self, column: int | None, frames: list[Buffer], *, consumers: int = 1, uses: int = 1) -> list[Payload]:
         """The payloads of one message to one consumer, which must now be sent; one per tensor.
 
         column: the consumer's, or None for one that cannot read the pool (it gets the bytes inline). frames: the
         message's inline frames; what travels inline is appended. consumers: how many processes this draft goes
         to; uses: how often this consumer releases each tensor. Raises LeaseError, also for a consumer that was told
-        already, PoolClosed; for GPU memory NotStaged, StreamCapturing.
+        already, PoolClosed; for GPU memory NotStaged, StreamCapturing, LeaseNotReady: see `prepared`.
         """
         if self._lease is None or column is None or not self.views:  # no tensor: nobody would acknowledge
             payloads: list[Payload] = []

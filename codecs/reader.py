@@ -7,35 +7,24 @@ any more. Thread-safe, so that a copy thread can open and release.
 
 from __future__ import annotations
 
-import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from tensorferry.codecs.errors import (
-    AttachRefused,
-    BadTensor,
-    LeaseNotReady,
-    LeasePoisoned,
-    PeerGone,
-    StaleLease,
-)
+from tensorferry.codecs.errors import AttachRefused, BadTensor, LeaseNotReady, PeerGone, StaleLease
 from tensorferry.codecs.frames import Buffer, open_inline
+from tensorferry.codecs.imported import Held, Imported
 from tensorferry.codecs.locking import Lock
-from tensorferry.codecs.memory.cuda_ipc import CudaImport
-from tensorferry.codecs.memory.cuda_vmm import VmmImport
-from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
-from tensorferry.codecs.memory.memory import Memory, Order
-from tensorferry.codecs.memory.registered import RegisteredSegment
-from tensorferry.codecs.messages import Inline, Payload, Proxy
-from tensorferry.codecs.pidfd import check_pidfd, is_dead
-from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
-from tensorferry.codecs.pool.line import Receiver
-from tensorferry.codecs.pool.mapping import Mapping
-from tensorferry.codecs.pool.pool import Attachment, Export, new_nonce, positions_of
-from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of, nbytes_of
+from tensorferry.codecs.memory.memory import Order
+from tensorferry.codecs.messages import Chunks, Confirmed, Inline, Payload, Proxy, Retired
+from tensorferry.codecs.pool.consumer import close_all
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.mail import Letter, ReleaseMail
+from tensorferry.codecs.pool.pool import new_nonce
+from tensorferry.codecs.tensors import View, dtype_of
 
 
 class Reader:
@@ -52,8 +41,9 @@ class Reader:
         self.consumer = consumer or new_nonce()
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
         self._device, self._cache_handles = device, cache_handles
-        self._pools: dict[int, _Import] = {}
-        self._idle: deque[_Import] = deque()  #: detached, and open no more: to be closed
+        self._pools: dict[int, Imported] = {}
+        self._mail: dict[int, ReleaseMail] = {}  #: by pool, also of those that were detached: they must be told
+        self._idle: deque[Imported] = deque()  #: detached, and open no more: to be closed
         self._lock = Lock()
 
     def __enter__(self) -> Reader:
@@ -72,9 +62,16 @@ class Reader:
         """The pools whose producer has ended. What was ready in them can still be read; `detach` them when no more
         proxies of theirs can come."""
         with self._lock():
-            orphans = frozenset(pool for pool, imported in self._pools.items() if is_dead(imported.producer))
+            orphans = frozenset(pool for pool, imported in self._pools.items() if imported.is_orphan)
         self._close_idle()
         return orphans
+
+    def producer_died(self, producer: int) -> None:
+        """The producer of this epoch is proven dead: by the word of its node's supervisor, where there is no pidfd."""
+        with self._lock():
+            for imported in self._pools.values():
+                if imported.producer_epoch == producer:
+                    imported.bereaved = True
 
     def upkeep(self) -> None:
         """Map what peers' elastic pools have grown, ahead of need, and drop what they retired; once a second will do.
@@ -88,66 +85,39 @@ class Reader:
             for mapping in mappings:
                 all_of_them.callback(mapping.upkeep)
 
+    def hear(self, message: Chunks | Retired | Confirmed) -> None:
+        """What the producer of a pool says by message, however often and in whatever order."""
+        mail = self._mail.get(message.pool)
+        if mail is not None:
+            mail.hear(message)
+
+    def letters(self) -> list[Letter]:
+        """What producers are to be told by message now, for the caller to send: acknowledgements whose reads are done,
+        again until they are confirmed, and what became of chunks."""
+        now = time.monotonic()
+        letters = [mail.due(now) for mail in list(self._mail.values())]
+        return [letter for letter in letters if letter is not None]
+
     def attach(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
         """Map a peer's pool; takes over the descriptors that came with the export.
 
         Returns what `Pool.admit` needs, with descriptors (ack page, this process, for an elastic pool the line) that
-        the caller closes once they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, having
-        closed everything.
+        the caller closes once they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, NoFabric,
+        having closed everything.
         """
-        description = export.description
-        with ExitStack() as undo, ExitStack() as received:
-            for fd in fds:
-                received.callback(os.close, fd)
-            gpu = export.gpu
-            kinds = [("host", 3)] if gpu is None else [("cuda_ipc", 2), ("cuda_vmm", 2)]
-            if (description.memory, len(fds)) not in kinds:
-                raise AttachRefused(
-                    f"cannot map pool {description.pool} of {description.memory} memory from {len(fds)} descriptors"
-                )
-            check_pidfd(fds[-1])
-            memory: Memory
-            arriving: VmmImport | None = None
-            if gpu is None:
-                memory = self._host(fds[0], description.nbytes)
-            elif description.memory == "cuda_vmm":
-                chunk_nbytes = description.chunk_nbytes
-                memory = arriving = VmmImport.attach(gpu, description.nbytes, chunk_nbytes, ordinal=self._device)
-            else:
-                memory = CudaImport.attach(gpu, description.nbytes, ordinal=self._device, cached=self._cache_handles)
-            undo.callback(memory.close)
-            positions = positions_of(description)
-            control = ControlPage.attach(fds[-2], description.slots, description.pool, export.producer, positions)
-            undo.callback(control.close)
-            acks = AckPage.create(description.slots, description.pool, self.consumer, positions)
-            undo.callback(acks.close)
-            memory.adopt(acks)
-            undo.callback(memory.disown, acks)
-            sent = [os.dup(acks.segment.fd)]
-            undo.callback(os.close, sent[0])
-            sent.append(os.pidfd_open(os.getpid()))
-            undo.callback(os.close, sent[1])
-            producer = os.dup(fds[-1])
-            undo.callback(os.close, producer)
-            imported = _Import(memory, control, acks, description.slots, producer)
-            if arriving is not None:
-                line = Receiver()
-                sent.append(line.descriptor)
-                undo.callback(os.close, line.descriptor)
-                known = imported.acknowledged
-                imported.mapping = Mapping(arriving, control, acks, line, description.chunk_nbytes, known)
-                undo.callback(imported.mapping.close)
+        attach = Imported.local if export.mail is None else Imported.by_mail
+        imported, sent = attach(export, fds, self.consumer, self._device, self._cache_handles)
+        with ExitStack() as undo:
+            undo.callback(close_all, sent)
+            undo.callback(imported.close)
             with self._lock():
-                if description.pool in self._pools:
-                    raise AttachRefused(f"pool {description.pool} is attached already")
-                self._pools[description.pool] = imported
+                if export.description.pool in self._pools:
+                    raise AttachRefused(f"pool {export.description.pool} is attached already")
+                self._pools[export.description.pool] = imported
+                if imported.mail is not None:
+                    self._mail[export.description.pool] = imported.mail
             undo.pop_all()
-        return Attachment(description.pool, self.consumer), sent
-
-    def _host(self, fd: int, nbytes: int) -> Memory:
-        if self._device is None:
-            return HostSegment.attach(fd, nbytes)
-        return RegisteredSegment.attach(fd, nbytes, self._device)
+        return Attachment(export.description.pool, self.consumer), sent
 
     def detach(self, pool: int) -> None:
         """Forget a pool; its memory is unmapped here once no block has it open. No-op for one that is not attached.
@@ -160,6 +130,8 @@ class Reader:
             if imported is None:
                 return
             imported.detached = True
+            if imported.is_orphan:
+                self._mail.pop(pool, None)
             if not imported.open:
                 self._idle.append(imported)
         self._close_idle()
@@ -236,7 +208,7 @@ class Reader:
             except StaleLease:
                 self.stale += 1
                 raise
-            imported.held.setdefault((proxy.slot, proxy.generation), _Held(proxy.uses)).users += 1
+            imported.held.setdefault((proxy.slot, proxy.generation), Held(proxy.uses)).users += 1
             imported.open += 1
             return _Use(imported, proxy)
 
@@ -310,18 +282,14 @@ class Reader:
             imported.mapping.use(proxy, nbytes)
         return order, nbytes
 
-    def _living(self, proxy: Proxy) -> _Import:
+    def _living(self, proxy: Proxy) -> Imported:
         """The pool of a lease that this process has not acknowledged. Raises PeerGone, BadTensor, StaleLease."""
         imported = self._pools.get(proxy.pool)
         if imported is None:
             raise PeerGone(f"pool {proxy.pool}", "is not attached here")
         if proxy.slot >= imported.slots:
             raise BadTensor(f"slot {proxy.slot} of a pool with {imported.slots}")
-        lease = imported.control.look(proxy.slot)[0]
-        if lease != proxy.generation:
-            raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
-        if imported.acknowledged[proxy.slot] == proxy.generation:
-            raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
+        imported.check_living(proxy)
         return imported
 
 
@@ -329,77 +297,7 @@ class Reader:
 class _Use:
     """One user of a lease, from `_hold` to `_release`."""
 
-    imported: _Import
+    imported: Imported
     proxy: Proxy
     order: Order | None = None  #: of its reads; None: it has read nothing
     ended: bool = False
-
-
-@dataclass(slots=True)
-class _Held:
-    """What this process still has to do with a lease."""
-
-    due: int  #: releases to come, by its producer's word
-    users: int = 0  #: who has it open now, or is about to
-    last: Order | None = None  #: of the reader that ended last
-    marks: list[int] = field(default_factory=list)  #: where the readers that have ended were then
-
-    def ended(self, order: Order) -> None:
-        self.last = order
-        self.marks.append(order.mark())
-
-
-class _Import:
-    """A peer's pool as it is mapped here."""
-
-    def __init__(self, memory: Memory, control: ControlPage, acks: AckPage, slots: int, producer: int) -> None:
-        """producer: its pidfd."""
-        self.memory, self.control, self.acks = memory, control, acks
-        self.slots, self.producer = slots, producer
-        self.held: dict[tuple[int, int], _Held] = {}  #: by (slot, generation)
-        self.open = 0  #: uses that have not ended
-        self.detached = False
-        self.mapping: Mapping | None = None  #: of an elastic pool
-        self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
-
-    def check(self, proxy: Proxy) -> int:
-        """The bytes of a proxy. Raises UnsupportedDtype or BadTensor for one that lies; allocates nothing."""
-        nbytes = nbytes_of(dtype_of(proxy.dtype), proxy.shape)
-        end = proxy.offset + nbytes
-        if end > self.memory.nbytes or proxy.offset % ALIGNMENT:
-            raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.memory.nbytes}")
-        return nbytes
-
-    def acknowledge(self, proxy: Proxy, held: _Held, order: Order | None) -> None:
-        """Give a lease back, in the order of its last reader and after all others; at once if nobody has read it."""
-        order = order or held.last or HOST_ORDER
-        while held.marks:
-            order.after(held.marks.pop())
-        order.store(self.acks, self.acks.ACK, proxy.slot, proxy.generation)
-        self.acknowledged[proxy.slot] = proxy.generation
-
-    def is_ready(self, proxy: Proxy) -> bool:
-        if self._looks_ready(proxy):
-            return True
-        if not is_dead(self.producer):
-            return False
-        if self._looks_ready(proxy):  # ready may have come after the look; now that it is dead its words are final
-            return True
-        raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
-
-    def _looks_ready(self, proxy: Proxy) -> bool:
-        _, ready, poison = self.control.look(proxy.slot)
-        if poison == proxy.generation:
-            raise LeasePoisoned(proxy.slot, proxy.generation, "will never be valid: its producer said so")
-        return ready == proxy.generation
-
-    def close(self) -> None:
-        await_stores(lambda: self.acks.column(self.acks.ACK) == self.acknowledged)
-        with ExitStack() as undo:  # all of it, also where one of them fails
-            undo.callback(os.close, self.producer)
-            undo.callback(self.memory.close)
-            undo.callback(self.control.close)
-            undo.callback(self.acks.close)
-            undo.callback(self.memory.disown, self.acks)
-            if self.mapping is not None:
-                undo.callback(self.mapping.close)

@@ -29,7 +29,8 @@ import structlog
 
 from tensorferry.codecs.errors import AttachRefused, FerryError, PeerGone
 from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin
-from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Attachment, Export, Pool
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Pool
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline.conversation import (
     REASON_LENGTH,
@@ -142,9 +143,11 @@ class Broker:
             export, fds = self._pool.export()
             sent.callback(close_all, fds)
             line.say(Exported(export), fds)
-        with await line.hear(Attached, fds=(2, 3)) as letter, ExitStack() as undo:
-            check_process(letter.fds[1], letter.pid)
-            pidfd = os.dup(letter.fds[1])  # the pool closes its own when it finds the death itself
+        shares_pages = self._pool.mail is None
+        with await line.hear(Attached, fds=(2, 3) if shares_pages else (1, 2)) as letter, ExitStack() as undo:
+            process = letter.fds[1 if shares_pages else 0]
+            check_process(process, letter.pid)
+            pidfd = os.dup(process)  # the pool closes its own when it finds the death itself
             undo.callback(os.close, pidfd)
             column = self._pool.admit(letter.message.attachment, letter.take())
             undo.callback(self._pool.strike, column)
@@ -231,7 +234,7 @@ async def _attach(path: str, origin: Origin, pool: int, reader: Reader) -> int:
     with closing(Line(_connected(path), path)) as line, ExitStack() as undo:
         line.check_user()
         line.say(Attach(PROTOCOL_VERSION, origin, pool))
-        with await line.hear(Exported, fds=(2, 3)) as letter:
+        with await line.hear(Exported, fds=(1, 2, 3)) as letter:
             export = letter.message.export
             if export.description.pool != pool:
                 raise AttachRefused(f"{path} has pool {export.description.pool}; {pool} was announced")

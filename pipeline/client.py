@@ -13,8 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from tensorferry.codecs import messages as wire
@@ -23,12 +21,12 @@ from tensorferry.codecs.frames import Buffer, Limits, decode, encode
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels import Dealer, open_context
 from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.parts import Part, on_wire
 from tensorferry.pipeline.runtime import Runtime
 
 log = structlog.get_logger()
 
-#: A piece of a prompt, in order: text, token ids (int32), or an encoded image.
-Part = str | bytes | memoryview | npt.NDArray[np.int32]
+
 Outcome = wire.Result | wire.Failed | wire.Busy
 
 RETRY_MS = 100  #: before a request is offered again that nobody takes now
@@ -128,15 +126,15 @@ class Client:
         """Send a request; the future gives its one outcome.
 
         parts: the prompt, in order. deadline_s: after which it fails; the deployment's limit by default.
-        request: 16 bytes, random by default; an id that is in flight is refused. Images are handed over: they
-        must not change until the outcome is there. Raises BadRequest; a tokenizer that does not keep up is an
-        outcome (`Busy`), not an error.
+        request: 16 bytes, random by default; an id that is in flight is refused. Bytes are handed over: they must
+        not change until the outcome is there. Paths are read here and now. Raises BadRequest; a tokenizer that does
+        not keep up is an outcome (`Busy`), not an error.
         """
         request = request or secrets.token_bytes(16)
         if request in self._requests:
             raise BadRequest(f"request {request.hex()} is in flight already")
         frames: list[Buffer] = []
-        wire_parts = tuple(_part(part, frames) for part in parts)
+        wire_parts = tuple(on_wire(part, frames) for part in parts)
         longest_s = self._deployment.limits.request_timeout_s
         deadline_s = longest_s if deadline_s is None else deadline_s
         if not deadline_s > 0:
@@ -339,17 +337,6 @@ class Client:
         for sent in self._requests.values():
             sent.outcome.cancel()
         self._requests.clear()
-
-
-def _part(part: Part, frames: list[Buffer]) -> wire.Part:
-    if isinstance(part, str):
-        return wire.TextPart(part)
-    if isinstance(part, np.ndarray):
-        if part.dtype.kind not in "iu" or part.ndim != 1 or (part.size and not 0 <= part.min() <= part.max() < 1 << 31):
-            raise BadRequest(f"token ids of {part.dtype} {part.shape}: a row of integers from 0 to 2^31-1 is needed")
-        return wire.TokensPart(part.astype("<i4").tobytes())
-    frames.append(part)
-    return wire.ImagePart(len(frames) - 1)
 
 
 def _check(submit: wire.Submit, frames: Sequence[Buffer], limits: Limits) -> None:

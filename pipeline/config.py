@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.transport import GPU_TRANSPORTS, not_yet
 from tensorferry.pipeline.document import OVERRIDE, Document, Keys
 from tensorferry.pipeline.migration import Tell, migrated
@@ -78,6 +79,7 @@ class PoolSpec(Spec, frozen=True):
     chunk_mb: Annotated[int, Meta(ge=2, lt=1 << 20)] = 64  #: MiB; cuda_vmm: what pools grow and shrink by, at most
     idle_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 3.0  #: cuda_vmm: after so long unused a chunk is given back
     grow_wait_ms: NonNegative = 5  #: cuda_vmm: how long a tensor waits at most for a chunk, then inline
+    acknowledge: Literal["words", "messages"] = "words"  #: cuda_vmm: messages is how it is done across nodes
     recycle_s: Seconds = 0.05  #: how often every pool takes back what was acknowledged, also without new traffic
 
 
@@ -188,6 +190,13 @@ def device_of(deployment: Deployment, stage: str, rank: int) -> int | None:
     return devices[rank % len(devices)]
 
 
+def mail_of(deployment: Deployment) -> HandleKind | None:
+    """How pools hand their chunks over that share no pages with their consumers; None: they do share them."""
+    if deployment.transport != "cuda_vmm" or (deployment.nodes == 1 and deployment.pool.acknowledge == "words"):
+        return None
+    return "fabric" if deployment.nodes > 1 else "posix_fd"
+
+
 def names_gpus(deployment: Deployment) -> dict[str, int]:
     """The keys of a deployment that name GPUs for a stage, which is then to use them; the highest number of each."""
     if not deployment.gpus:
@@ -262,6 +271,12 @@ def _contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
         yield (
             f"cuda_vmm needs pp_size 1, not {d.pp_size}; use cuda_ipc, shm, cpu or auto",
             [("transport",), ("pp_size",)],
+        )
+    if d.transport != "cuda_vmm" and d.pool.acknowledge == "messages":
+        yield (
+            f"messages, beside transport: {d.transport}; only cuda_vmm can do without shared pages: set transport: "
+            "cuda_vmm, or leave pool.acknowledge away",
+            [("pool", "acknowledge"), ("transport",)],
         )
     if d.transport in GPU_TRANSPORTS and not d.gpus:
         yield (

@@ -92,6 +92,10 @@ class Peers:
             raise PeerGone(str(peer), peer.quarantine)
         return peer
 
+    def living(self, epoch: int) -> Peer | None:
+        """Whose life this is, if it is not over."""
+        return next((peer for peer in self if peer.epoch == epoch and not peer.gone), None)
+
     def members(self) -> tuple[wire.Member, ...]:
         """Everybody downstream, by stage and rank."""
         return tuple(

@@ -19,14 +19,16 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, FerryError, PoolClosed, PoolFull
 from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.memory.cuda_driver import context_is_lost
+from tensorferry.codecs.memory.cuda_vmm import NoFabric
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline import broker, telemetry
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
-from tensorferry.pipeline.config import Deployment, PoolSpec, device_of
+from tensorferry.pipeline.config import Deployment, PoolSpec, device_of, mail_of
 from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
+from tensorferry.pipeline.post import Post
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.sockets import Context
 
@@ -60,6 +62,7 @@ class Stage:
     channels: ExitStack  #: closed after the last task has ended
     inbox: Inbox
     peers: Peers
+    post: Post
     reader: Reader
     publisher: Publisher
     counters: telemetry.Counters
@@ -73,6 +76,10 @@ class Stage:
     @property
     def epoch(self) -> int:
         return self.origin.epoch
+
+    def hear(self, message: wire.Message) -> bool:
+        """Take a message that is of no request; False: this process takes no such."""
+        return self.peers.hear(message) or self.post.hear(message)
 
     def refused(self, problem: BadMessage) -> None:
         """Count and log a message that this process does not take; it lives on."""
@@ -202,6 +209,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
                 spec = deployment.pool
                 make = partial(make, chunk_nbytes=spec.chunk_mb << 20)
                 make = partial(make, idle_s=spec.idle_s, grow_wait_s=spec.grow_wait_ms / 1000)
+                make = partial(make, mail=mail_of(deployment))
             pool = undo.enter_context(await _made(make))
         publisher = Publisher(
             pool,
@@ -217,6 +225,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             channels,
             inbox,
             peers,
+            Post(pool, reader, peers),
             reader,
             publisher,
             counters,
@@ -226,6 +235,9 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         )
         await undo.enter_async_context(tasks)
         upkeep = [tasks.create_task(_beat(self), name="heartbeat"), tasks.create_task(_forget(self), name="forgetter")]
+        if mail_of(deployment) is not None:
+            carrying = self.post.carry(lambda: self.in_flight() > 0)
+            upkeep.append(tasks.create_task(carrying, name="post"))
         if pool is not None:
             path = runtime.broker(stage, rank)
             serving = broker.Broker(
@@ -281,6 +293,8 @@ def _attach(
         try:
             if pool not in reader.pools:  # else it was announced again
                 await broker.attach(announcement.broker, peers.origin, pool, reader, timeout_s=ATTACH_S)
+        except NoFabric:  # it was chosen, and is never weakened
+            raise
         except FerryError as problem:
             refusal = str(problem)
         finally:

@@ -11,7 +11,7 @@ from tensorferry.codecs.errors import BadItem, FerryError
 from tensorferry.codecs.publisher import Draft, Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import View
-from tensorferry.stages.adapters.base import ItemInfo, ModelAdapter
+from tensorferry.stages.adapters.base import Finish, ItemInfo, ModelAdapter
 from tensorferry.stages.embeddings import Content, EmbeddingCache, Outputs
 from tensorferry.stages.features import Features
 from tensorferry.stages.jobs import Job, JobItem
@@ -59,6 +59,7 @@ class Call:
         self._owners: list[list[_Owner]] = []  # by number: who wants this content; the first one's features are read
         self._known: list[tuple[Made, Outputs]] = []
         self._loaded: set[int] = set()
+        self._copies: list[tuple[Content, Outputs]] = []  # for the cache
         self._lost: int | None = None  # whose features could not be had
         places: dict[Content, int] = {}
         for job in jobs:
@@ -91,28 +92,37 @@ class Call:
                     self._lost = place
                     raise
 
-    def run(self, adapter: ModelAdapter) -> None:
+    def run(self, adapter: ModelAdapter) -> Finish | None:
         """Encode what nobody has encoded, and give everybody the embeddings; in the rank's thread.
 
-        Raises what the adapter raises, and BadItem for outputs that it should have made.
+        Returns what the adapter has left to do. Raises what the adapter raises, and BadItem for outputs that it should
+        have made.
         """
-        if self.items:
-            adapter.encode(self.items, self.load, self.out)
+        finish = adapter.encode(self.items, self.load, self.out) if self.items else None
         for item, (first, *others) in zip(self.items, self._owners, strict=True):
             _check(item, first.made)
             for other in others:
                 self._copy(first.made.views, other.made)
             if self._cache is not None:
-                self._cache.put(first.item.content, first.made.views)
+                copies = {name: view.copy() for name, view in first.made.views.items()}
+                self._copies.append((first.item.content, copies))
         for made, known in self._known:
             self._copy(known, made)
+        return finish
+
+    def keep(self) -> None:
+        """Have the cache keep what was made, when it is known to be right."""
+        if self._cache is not None:
+            for content, copies in self._copies:
+                self._cache.put(content, copies)
 
     def made(self, job: Job) -> Sequence[Made]:
         """What is to be sent for a request, in its own order; after `run`."""
         return self._made[job]
 
     def at_fault(self, problem: Exception) -> dict[Job, Exception]:
-        """Whom a failure of `run` or `wait_ready` is due to, each with the error in its own terms; empty: who knows."""
+        """Whom a failure of `run`, of what it returned, or of `wait_ready` is due to, each with the error in its own
+        terms; empty: who knows."""
         if self._lost is not None:
             owners = self._owners[self._lost][:1]  # another's features of equal content may be sound
         elif isinstance(problem, BadItem) and 0 <= problem.index < len(self._owners):

@@ -1,4 +1,5 @@
-"""A request's way out of its owner: items processed in place, tokens to schedulers, pixels to the items' encoders."""
+"""A request's way out of its owner: items processed in place; pixels to the encoders that own them, tokens and ready
+embeddings to the schedulers."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, PeerGone
@@ -15,6 +17,7 @@ from tensorferry.codecs.publisher import Draft, Layout
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import Stage
 from tensorferry.stages.assignment import owners
+from tensorferry.stages.precomputed import NO_HASH, Precomputed
 from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.prompt import Prompt
 from tensorferry.stages.request import Life, Request
@@ -34,10 +37,12 @@ class Dispatch:
     async def send(
         self, request: Request, prompt: Prompt, items: Sequence[int], marks: dict[str, int], deadline_ns: int
     ) -> None:
-        """Process these items, and send them to whoever encodes them. Raises PeerBusy, PeerGone."""
-        while not (self.groups() and (self._stage.peers.usable("encoder") or not items)):
+        """Process these items, and send them to whoever reads them: their encoders, or the schedulers where the
+        embeddings came with the request. Raises PeerBusy, PeerGone."""
+        while not (self.groups() and (self._stage.peers.usable("encoder") or not prompt.to_encode(items))):
             await self._stage.peers.changed()
-        layouts = {index: [(prompt.plans[index].dtype, prompt.plans[index].shape)] for index in items}
+        every = prompt.layouts
+        layouts = {index: every[index] for index in items}
         await self._wait_for_room(list(layouts.values()))
         publisher = self._stage.publisher
         with ExitStack() as leases:
@@ -81,9 +86,8 @@ class Dispatch:
         """Decode items into their drafts, `threads` at a time; their content hashes. Raises BadItem."""
 
         async def process(index: int, draft: Draft) -> bytes:
-            plan, media, out = prompt.plans[index], prompt.media[index], draft.views[0]
             try:
-                return await run_to_end(self._threads, lambda: write(self._processor, media, plan, out))
+                return await run_to_end(self._threads, partial(self._write, prompt, index, draft))
             except BadMedia as problem:
                 raise BadItem(index, str(problem)) from None
 
@@ -94,10 +98,24 @@ class Dispatch:
             raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
         return {index: task.result() for index, task in tasks.items()}
 
+    def _write(self, prompt: Prompt, index: int, draft: Draft) -> bytes:
+        """Make one item's tensors where they are to lie; the content hash. Raises BadMedia."""
+        source, plan = prompt.sources[index], prompt.plans[index]
+        if isinstance(source, Precomputed):
+            source.write(draft.views)
+            return NO_HASH
+        return write(self._processor, source, plan, draft.views[0])
+
     def _ways(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> list[tuple[Draft, int | None]]:
-        """Every draft with its column at the encoder rank that owns the item now."""
-        owned = self._owners(request, prompt, list(drafts), self._stage.peers.usable("encoder"))
-        return [(drafts[index], peer.column) for index, peer in owned.items()]
+        """Every draft with its column at whoever reads it now: the encoder rank that owns the item, or the scheduler
+        ranks, where its embeddings are there already."""
+        owned = self._owners(request, prompt, prompt.to_encode(drafts), self._stage.peers.usable("encoder"))
+        ways = [(drafts[index], peer.column) for index, peer in owned.items()]
+        if ready := drafts.keys() & prompt.precomputed.keys():
+            with suppress(PeerGone):  # `_admit` says so
+                group = self._attention_group(request.submit.request)
+                ways += [(drafts[index], peer.column) for index in ready for peer in group]
+        return ways
 
     def _owners(
         self, request: Request, prompt: Prompt, items: Sequence[int], encoders: Sequence[Peer]
@@ -115,17 +133,19 @@ class Dispatch:
         return {index: encoders[place] for index, place in zip(items, places, strict=True)}
 
     def _hand_over(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
-        """Tell the schedulers, unless they know, and hand items to the encoder ranks that own them: no await in here.
+        """Tell the schedulers, unless they know, with the embeddings that are there already, and hand the other items
+        to the encoder ranks that own them: no await in here.
 
         Raises PeerBusy or PeerGone; what was not sent is taken back.
         """
         encoders = self._stage.peers.usable("encoder")
-        if drafts and not encoders:
+        to_encode = prompt.to_encode(drafts)
+        if to_encode and not encoders:
             raise PeerGone("encoder", "no rank is ready")
-        owned = self._owners(request, prompt, list(drafts), encoders)
-        anew = () if not request.schedulers else tuple(drafts)
+        owned = self._owners(request, prompt, to_encode, encoders)
+        anew = tuple(to_encode) if request.schedulers else ()
         if not request.schedulers:
-            self._admit(request, prompt, deadline_ns)
+            self._admit(request, prompt, drafts, deadline_ns)
         ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
         group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in request.schedulers)
         for peer in (peer for peer in encoders if peer in owned.values()):
@@ -149,18 +169,13 @@ class Dispatch:
             )
             life = Life(peer, peer.epoch)
             request.told.append(life)
-            try:
-                peer.outbox.send_nowait(message, frames)
-            except Exception:  # whatever it was: a send is all or nothing
-                for index in its:
-                    drafts[index].retract(peer.column)
-                raise
-            for index in its:
-                request.owners[index] = life
-                request.sent[index] = drafts[index].transport, drafts[index].nbytes
+            self._carry(peer, message, frames, [drafts[index] for index in its])
+            request.owners |= dict.fromkeys(its, life)
+        request.sent |= {index: (draft.transport, draft.nbytes) for index, draft in drafts.items()}
 
-    def _admit(self, request: Request, prompt: Prompt, deadline_ns: int) -> None:
-        """Tell the scheduler ranks that attend to a request. Raises PeerBusy or PeerGone."""
+    def _admit(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
+        """Tell the scheduler ranks that attend to a request, and give them what needs no encoder. Raises PeerBusy or
+        PeerGone."""
         lives = [Life(peer, peer.epoch) for peer in self._attention_group(request.submit.request)]
         group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
         token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
@@ -183,6 +198,31 @@ class Dispatch:
                     deadline_ns,
                 )
             )
+            if prompt.precomputed:
+                self._send_ready(request, prompt, drafts, life)
+
+    def _send_ready(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], life: Life) -> None:
+        """Give the embeddings that came with a request to one of the scheduler ranks, each of which reads them."""
+        frames: list[Buffer] = []
+        items = []
+        for index, source in prompt.precomputed.items():
+            payloads = drafts[index].dispatch(life.peer.column, frames, consumers=len(request.schedulers))
+            outputs = tuple(map(wire.Output, source.outputs, payloads))
+            items.append(wire.Embedding(index, prompt.plans[index].rows, outputs))
+        message = wire.Embeddings(
+            request.submit.request, request.attempt, life.epoch, self._stage.origin, tuple(items), ()
+        )
+        self._carry(life.peer, message, frames, [drafts[index] for index in prompt.precomputed])
+
+    @staticmethod
+    def _carry(peer: Peer, message: wire.Message, frames: Sequence[Buffer], drafts: Sequence[Draft]) -> None:
+        """Send what carries these drafts, which are not this peer's if that fails."""
+        try:
+            peer.outbox.send_nowait(message, frames)
+        except Exception:  # whatever it was: a send is all or nothing
+            for draft in drafts:
+                draft.retract(peer.column)
+            raise
 
     def groups(self) -> list[list[Peer]]:
         """The attention groups that have all of their ranks ready."""

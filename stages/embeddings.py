@@ -41,7 +41,7 @@ class _Entry:
 
 
 class EmbeddingCache:
-    """See the module. Least recently used goes first; what is pinned stays. Used by one thread at a time."""
+    """See the module. Least recently used goes first; what is pinned stays. One thread uses it."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = capacity_nbytes
@@ -69,14 +69,14 @@ class EmbeddingCache:
             entry.pins -= 1
 
     def put(self, content: Content, outputs: Outputs) -> bool:
-        """Keep copies of these, of the host or of the same GPU, and let go of others for them.
+        """Keep these, which are the cache's own from now on, and let go of others for them.
 
         False, and nothing changes, where they are in already, or there is no room beside what is pinned.
         """
         nbytes = sum(view.nbytes for view in outputs.values())
         if content in self._entries or not self._make_room(nbytes):
             return False
-        self._entries[content] = _Entry({name: view.copy() for name, view in outputs.items()}, nbytes)
+        self._entries[content] = _Entry(outputs, nbytes)
         self.nbytes += nbytes
         return True
 

@@ -1,12 +1,14 @@
 """Encoder data-parallel ranks: requests' items in, embeddings of those this rank owns out to the schedulers.
 
-Requests that wait together share a call of the adapter; each fails alone, and gets a message of its own.
+Requests that wait together share a call of the adapter; each fails alone, and gets a message of its own. While results
+of a call are awaited, the next full batch is queued behind it, so that a GPU has no pause between the two.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -20,7 +22,7 @@ from tensorferry.codecs.consumers import acknowledging
 from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft
-from tensorferry.pipeline.config import MIB, Deployment, encoder_pool_nbytes
+from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import PoolShare, Stage, opened
@@ -28,7 +30,7 @@ from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.assignment import owners
 from tensorferry.stages.call import Call, Made
-from tensorferry.stages.embeddings import EmbeddingCache
+from tensorferry.stages.embeddings import Content, EmbeddingCache
 from tensorferry.stages.features import Features
 from tensorferry.stages.jobs import Job, Jobs
 from tensorferry.stages.staging import stage
@@ -46,11 +48,12 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         deployment.embeddings_pool.inline_below_kb << 10,
         "embeddings_pool.budget_mb",
     )
-    with ThreadPoolExecutor(1, "encode") as thread:
+    with ThreadPoolExecutor(1, "encode") as thread, ThreadPoolExecutor(1, "results") as waiter:
         # Before anybody hears of this process: imports and weights can keep its heartbeats for seconds.
-        adapter = await run_to_end(thread, partial(make_adapter, deployment.model, deployment.encoder.threads))
+        threads, device = deployment.encoder.threads, device_of(deployment, "encoder", rank)
+        adapter = await run_to_end(thread, partial(make_adapter, deployment.model, threads, device))
         async with opened(deployment, "encoder", rank, share) as stage:
-            encoder = Encoder(stage, adapter, thread)
+            encoder = Encoder(stage, adapter, thread, waiter)
             with stage.running(encoder.hear(), encoder.encode()):
                 await stage.peers.wait_ready()
                 stage.peers.open()
@@ -62,17 +65,21 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
 class Encoder:
     """See the module."""
 
-    def __init__(self, stage: Stage, adapter: ModelAdapter, thread: ThreadPoolExecutor) -> None:
-        self._stage, self._adapter, self._thread = stage, adapter, thread
+    def __init__(
+        self, stage: Stage, adapter: ModelAdapter, thread: ThreadPoolExecutor, waiter: ThreadPoolExecutor
+    ) -> None:
+        """thread: where the adapter is called; waiter: where its results are waited for. One thread each."""
+        self._stage, self._adapter, self._thread, self._waiter = stage, adapter, thread, waiter
         spec = stage.deployment.encoder
         self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
         self._over = Tombstones()
+        self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
         stage.in_flight = lambda: self._jobs.unfinished
         stage.numbers = self._numbers
-        self._busy_since: float | None = None
-        stage.busy_since = lambda: self._busy_since
+        self._begun: list[float] = []  # when each batch that is under way was
+        stage.busy_since = lambda: min(self._begun, default=None)
 
     async def hear(self) -> None:
         """Take what peers send, for ever."""
@@ -90,17 +97,40 @@ class Encoder:
             case wire.Encode() | wire.Cancel():
                 self._stage.counters.count("mail_of_a_former_life")
             case _:
-                if not self._stage.peers.hear(message):
+                if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
 
     async def encode(self) -> None:
-        """Take the jobs that wait, as many as share a call, encode them, send each its embeddings; for ever."""
-        while True:
-            jobs = await self._jobs.take()
-            self._busy_since = time.monotonic()
-            self._jobs.done(await self._run(jobs))
-            self._busy_since = None
-            del jobs  # a rank that waits keeps none
+        """Take the jobs that wait, as many as share a call, encode them, send each its embeddings; for ever.
+
+        At most two batches are under way. The second one is full: what could still be joined has nothing to lose by
+        waiting for company.
+        """
+        async with asyncio.TaskGroup() as batches:
+            before: asyncio.Task[None] | None = None
+            while True:
+                if before is not None:
+                    await self._jobs.fills(unless=before)
+                batch, queued = await self._begin(batches, before)
+                await queued.wait()
+                if before is not None:
+                    await asyncio.wait([before])
+                before = None if batch.done() else batch
+
+    async def _begin(
+        self, batches: asyncio.TaskGroup, before: asyncio.Task[None] | None
+    ) -> tuple[asyncio.Task[None], asyncio.Event]:
+        """Take a batch and encode it beside the one before, which may hold what this one needs no encoding for.
+
+        The event is set when the next batch may begin. Nothing here keeps a job once it is encoded.
+        """
+        jobs, queued = await self._jobs.take(), asyncio.Event()
+        if self._cache is not None:
+            contents = {item.content for job in jobs for item in job.items if item.content not in self._cache}
+            if before is not None and contents & self._contents:
+                await asyncio.wait([before])
+            self._contents = contents
+        return batches.create_task(self._run(jobs, queued.set)), queued
 
     async def drain(self) -> None:
         """Take no more jobs, and finish those that are here."""
@@ -109,16 +139,21 @@ class Encoder:
         self._jobs.hurry()
         await self._jobs.join()
 
-    async def _run(self, jobs: Sequence[Job]) -> int:
-        """Answer for each of these; every payload that came is released, whatever happens. Returns how many."""
+    async def _run(self, jobs: Sequence[Job], queued: Callable[[], None]) -> None:
+        """Answer for each of these; every payload that came is released, whatever happens. queued: called when the next
+        batch may be encoded, at the latest when this one is done."""
+        began = time.monotonic()
+        self._begun.append(began)
         try:
-            await self._encode([job for job in jobs if not self._is_late(job) and self._is_ours(job)])
+            await self._encode([job for job in jobs if not self._is_late(job) and self._is_ours(job)], queued)
         finally:
+            self._begun.remove(began)
             for job in jobs:
                 job.close()
-        return len(jobs)
+            queued()
+            self._jobs.done(len(jobs))
 
-    async def _encode(self, jobs: Sequence[Job], *, anew: bool = False) -> None:
+    async def _encode(self, jobs: Sequence[Job], queued: Callable[[], None], *, anew: bool = False) -> None:
         """Encode these in one call of the adapter.
 
         If it fails, whoever is at fault is told, and the others are encoded anew: together the first time, where it is
@@ -133,7 +168,12 @@ class Encoder:
             try:
                 wanted = await self._wanted(jobs, call)
                 if len(wanted) == len(jobs):
-                    await run_to_end(self._thread, lambda: call.run(self._adapter))
+                    finish = await run_to_end(self._thread, lambda: call.run(self._adapter))
+                    if finish is not None:
+                        self._complete(jobs, call)
+                        queued()
+                        await run_to_end(self._waiter, finish)
+                    call.keep()
                     if self._stage.device is not None:
                         await stage(lambda: [way for job in jobs for way in self._ways(job.message, call.made(job))])
             except Exception as problem:
@@ -142,7 +182,7 @@ class Encoder:
                 innocent = [job for job in innocent if not self._is_late(job)]
             else:
                 if len(wanted) < len(jobs):
-                    await self._encode(wanted, anew=anew)
+                    await self._encode(wanted, queued, anew=anew)
                     return
                 marks.append(wire.Mark("encoded", time.monotonic_ns()))
                 self._count(call)
@@ -150,7 +190,18 @@ class Encoder:
                     self._answer(job.message, call.made(job), tuple(marks))
                 return
         for group in [innocent] if together and not anew else [[job] for job in innocent]:
-            await self._encode(group, anew=True)
+            await self._encode(group, queued, anew=True)
+
+    def _complete(self, jobs: Sequence[Job], call: Call) -> None:
+        """Queue all that sending these needs of the GPU before the next batch is: what would be queued behind it, were
+        done when that is."""
+        for job in jobs:
+            for made in call.made(job):
+                for draft in made.outputs.values():
+                    draft.complete()
+            if self._stage.device is not None:
+                for draft, column in self._ways(job.message, call.made(job)):
+                    draft.prepared(column)
 
     def _blame(self, jobs: Sequence[Job], call: Call, problem: Exception) -> tuple[list[Job], bool]:
         """Tell the owners of the requests that a failure is due to; returns the others, and whether it was anybody."""
@@ -185,10 +236,12 @@ class Encoder:
         """Whether the message has the items that are this rank's, by the assignment that every process computes alike;
         if not, its owner is told."""
         message, assignment = job.message, self._stage.deployment.encoder.assignment
-        assigned = message.anew or range(len(message.items))
+        # An item without patches is nobody's: its embeddings came with the request.
+        encoded = [index for index, item in enumerate(message.items) if prod(item.grid)]
+        assigned = message.anew or encoded
         try:
-            if list(assigned) != sorted({*assigned} & {*range(len(message.items))}):
-                raise BadMessage(f"{message.anew} of {len(message.items)} items; they are named once each, in order")
+            if list(assigned) != sorted({*assigned} & {*encoded}):
+                raise BadMessage(f"items {message.anew} anew, of {encoded}; they are named once each, in order")
             places = owners(
                 assignment,
                 message.request,

@@ -106,6 +106,31 @@ class Jobs:
             total += patches
         return batch
 
+    async def fills(self, unless: asyncio.Future[None]) -> None:
+        """Until the next batch is one that nobody could join any more, or `unless` is done."""
+        unless.add_done_callback(self._look_again)
+        try:
+            while not unless.done() and not self._is_full():
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            unless.remove_done_callback(self._look_again)
+
+    def _look_again(self, _: object) -> None:
+        self._changed.set()
+
+    def _is_full(self) -> bool:
+        """Whether `take` would give a batch that a job to come could not be in."""
+        total = 0
+        for place, job in enumerate(self._waiting):
+            patches = self._patches(job)
+            if place and (job.form != self._waiting[0].form or total + patches > self._budget):
+                return True
+            total += patches
+            if job.form is None or total >= self._budget:
+                return True
+        return False
+
     def done(self, jobs: int) -> None:
         self._unfinished -= jobs
         if not self._unfinished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,12 @@ def check_reference(key: str, reference: str, built_in: Mapping[str, object]) ->
     if reference not in built_in and not _REFERENCE.fullmatch(reference):
         known = ", ".join(sorted(built_in))
         raise bad_config(key, f"unknown: {reference!r}; give one of {known}, or package.module:Class")
+
+
+def require(key: str, name: str, package: str | None) -> None:
+    """Raise ConfigError naming `key`, and what installs it, where a built-in needs a package that is not there."""
+    if package and not find_spec(package):
+        raise bad_config(key, f"{name} needs {package}; install it with: pip install 'tensorferry[hf]'")
 
 
 def import_class(key: str, reference: str) -> type[Any]:

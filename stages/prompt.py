@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,16 @@ import numpy.typing as npt
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.publisher import Layout
+from tensorferry.codecs.tensors import nbytes_of
 from tensorferry.pipeline.config import LimitsSpec
-from tensorferry.stages.processors.base import BadMedia, Plan, Processor
-from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.adapters.forms import Form
+from tensorferry.stages.precomputed import Precomputed, read_precomputed
+from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, Plan, Processor, plan
+from tensorferry.stages.processors.text import Rows, TextEncoder
+
+MediaPart = wire.ImagePart | wire.VideoPart | wire.AnimationPart
+Source = Media | Precomputed  #: what an item is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +29,43 @@ class Prompt:
 
     token_ids: npt.NDArray[np.int32]
     spans: Sequence[tuple[int, int]]
-    media: Sequence[Buffer]
+    sources: Sequence[Source]
     plans: Sequence[Plan]
+
+    @property
+    def precomputed(self) -> dict[int, Precomputed]:
+        """The items that nobody needs to encode, by index."""
+        return {index: source for index, source in enumerate(self.sources) if isinstance(source, Precomputed)}
+
+    def to_encode(self, items: Iterable[int]) -> list[int]:
+        """Those of these items whose embeddings are yet to be made."""
+        return [index for index in items if not isinstance(self.sources[index], Precomputed)]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of every item: the tensors that are to be handed over."""
+        return [
+            source.layout if isinstance(source, Precomputed) else [(plan.dtype, plan.shape)]
+            for source, plan in zip(self.sources, self.plans, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all these tensors."""
+        return sum(nbytes_of(dtype, shape) for layout in self.layouts for dtype, shape in layout)
 
 
 class Planner:
     """Plans requests; thread-safe, and decodes no pixel."""
 
-    def __init__(self, processor: Processor, text: TextEncoder, limits: LimitsSpec) -> None:
-        self._processor, self._text, self._limits = processor, text, limits
+    def __init__(self, processor: Processor, text: TextEncoder, limits: LimitsSpec, form: Form | None = None) -> None:
+        """form: of the embeddings that the deployment's model makes; None: not known."""
+        self._processor, self._text, self._limits, self._form = processor, text, limits, form
 
     def plan(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Prompt:
         """From headers alone: the tokens, where the placeholders go, and every tensor's shape."""
-        parts: list[npt.NDArray[np.int32] | int] = []
-        media: list[Buffer] = []
+        parts: list[npt.NDArray[np.int32] | Rows] = []
+        sources: list[Source] = []
         plans: list[Plan] = []
         for part in submit.parts:
             match part:
@@ -43,29 +73,45 @@ class Planner:
                     parts.append(self._text.encode(text))
                 case wire.TokensPart(ids=ids):
                     parts.append(self._text.read_ids(ids))
-                case wire.ImagePart(frame=frame):
+                case _:
                     index = len(plans)
                     if index >= self._limits.request_items:
                         raise BadRequest(f"more than {self._limits.request_items} items (limits.request_items)")
-                    if frame >= len(frames):
-                        raise BadItem(index, f"its bytes should be frame {frame}, but the message has {len(frames)}")
-                    if len(frames[frame]) > self._limits.item_mb << 20:
-                        raise BadItem(
-                            index, f"{len(frames[frame])} encoded bytes; limits.item_mb is {self._limits.item_mb}"
-                        )
                     try:
-                        plan = self._processor.plan(frames[frame])
+                        source, planned = self._item(part, frames)
                     except BadMedia as problem:
                         raise BadItem(index, str(problem)) from None
-                    media.append(frames[frame])
-                    plans.append(plan)
-                    parts.append(plan.rows)
+                    sources.append(source)
+                    plans.append(planned)
+                    parts.append(Rows(planned.rows, planned.modality))
         token_ids, spans = self._text.assemble(parts)
         if len(token_ids) > self._limits.request_tokens:
             raise BadRequest(f"{len(token_ids)} tokens; limits.request_tokens is {self._limits.request_tokens}")
-        pixels_nbytes = sum(plan.nbytes for plan in plans)
-        if pixels_nbytes > self._limits.request_mb << 20:
-            raise BadRequest(
-                f"pixel tensors of {pixels_nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}"
-            )
-        return Prompt(token_ids, spans, media, plans)
+        prompt = Prompt(token_ids, spans, sources, plans)
+        if prompt.nbytes > self._limits.request_mb << 20:
+            raise BadRequest(f"tensors of {prompt.nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}")
+        return prompt
+
+    def _item(self, part: MediaPart | wire.EmbeddingsPart, frames: Sequence[Buffer]) -> tuple[Source, Plan]:
+        """What an item is made of, and what it will become. Raises BadMedia."""
+        if isinstance(part, wire.EmbeddingsPart):
+            ready = read_precomputed(part, frames, self._form)
+            return ready, ready.plan
+        media = self._media(part, frames)
+        return media, plan(self._processor, media)
+
+    def _media(self, part: MediaPart, frames: Sequence[Buffer]) -> Media:
+        """The bytes of an item. Raises BadMedia where they are not there, or too many."""
+        first, count = (part.first, part.count) if isinstance(part, wire.VideoPart) else (part.frame, 1)
+        if first + count > len(frames):
+            raise BadMedia(f"its bytes should be frame {first + count - 1}, but the message has {len(frames)}")
+        nbytes = sum(len(frame) for frame in frames[first : first + count])
+        if nbytes > self._limits.item_mb << 20:
+            raise BadMedia(f"{nbytes} encoded bytes; limits.item_mb is {self._limits.item_mb}")
+        match part:
+            case wire.VideoPart():
+                return Clip(frames[first : first + count], part.frames_per_1000_s / 1000 or None)
+            case wire.AnimationPart():
+                return AnimatedFile(frames[first])
+        image: bytes | memoryview = frames[first]
+        return image

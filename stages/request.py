@@ -46,8 +46,8 @@ class Request:
     schedulers: list[Life] = field(default_factory=list)  #: the attention group
     waiting: set[int] = field(default_factory=set)  #: scheduler ranks that have not reported
     collecting: set[int] = field(default_factory=set)  #: scheduler ranks that may not have all embeddings yet
-    owners: dict[int, Life] = field(default_factory=dict)  #: item -> who encodes it
-    sent: dict[int, tuple[str, int]] = field(default_factory=dict)  #: item -> how its features travelled, and how many
+    owners: dict[int, Life] = field(default_factory=dict)  #: item -> who encodes it, of those that are encoded
+    sent: dict[int, tuple[str, int]] = field(default_factory=dict)  #: item -> how it travelled, and its bytes
     told: list[Life] = field(default_factory=list)  #: who knows of this attempt and must hear of a cancel
     reports: dict[int, wire.Done] = field(default_factory=dict)  #: by scheduler rank
     failure: wire.Failure | None = None  #: what an encoder or scheduler said
@@ -57,6 +57,10 @@ class Request:
     def attempt(self) -> int:
         """The number under which encoders and schedulers know it now."""
         return self.submit.attempt * wire.SENDINGS + self.sendings
+
+    def encoded_by(self, item: int) -> int:
+        """The encoder rank of an item; -1: none, its embeddings came with the request."""
+        return self.owners[item].peer.rank if item in self.owners else -1
 
     def lost_schedulers(self, *, elsewhere: bool) -> list[Life]:
         """Those that owe a report and will not give one. elsewhere: there is another group for what silent ones have,

@@ -31,6 +31,7 @@ from tensorferry.stages.tombstones import Tombstones
 log = structlog.get_logger()
 
 SWEEP_PERIOD_S = 1.0
+MOST_TOKENS = 1 << 20  #: of an answer: what a client may ask for
 COPY_BESIDE = 1 << 18  #: elements of a message's embeddings, from which on the copy thread takes them: about 50 us
 
 
@@ -103,7 +104,7 @@ class Scheduler:
             case wire.Admit() | wire.Embeddings() | wire.Cancel():
                 self._stage.counters.count("mail_of_a_former_life")
             case _:
-                if not self._stage.peers.hear(message):
+                if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
 
     async def run(self) -> None:
@@ -311,6 +312,11 @@ class Scheduler:
             if isinstance(answer, Exception):
                 self._fail(admit.request, admit.attempt, pending, answer)
                 continue
+            try:
+                token_ids = token_bytes(answer)
+            except ValueError as problem:
+                self._fail(admit.request, admit.attempt, pending, problem)
+                continue
             marks = {**pending.marks, "running": started, "done": time.monotonic_ns()}
             done = wire.Done(
                 admit.request,
@@ -320,6 +326,7 @@ class Scheduler:
                 answer.output_tokens,
                 answer.digests,
                 tuple(wire.Mark(step, at_ns) for step, at_ns in marks.items()),
+                token_ids,
             )
             self._over.add(admit.request, admit.attempt)
             self._tell_owner(admit.owner, done)
@@ -409,6 +416,17 @@ def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]], epoch
         raise BadMessage(f"placeholders up to token {end} of {len(admit.token_ids) // 4}")
     if extra := embeddings.keys() - set(range(len(admit.spans))):
         raise BadMessage(f"embeddings for items {sorted(extra)}, which have no placeholders")
+
+
+def token_bytes(answer: EngineResult) -> bytes:
+    """The tokens of an answer as they travel. Raises ValueError for what cannot."""
+    try:
+        ids = np.array(answer.token_ids, "<i4")
+    except (OverflowError, TypeError, ValueError) as problem:
+        raise ValueError(f"the engine answered with token ids that are no row of int32: {problem}") from problem
+    if ids.ndim != 1 or len(ids) > MOST_TOKENS:
+        raise ValueError(f"the engine answered with token ids of shape {ids.shape}, not a row of up to {MOST_TOKENS}")
+    return ids.tobytes()
 
 
 def splice(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> EngineRequest:

@@ -41,12 +41,11 @@ async def wait_ready(
 
 
 async def stage(ways: Callable[[], Iterable[tuple[Draft, int | None]]]) -> None:
-    """Bring to the host what has to leave GPU memory inline; nothing may be awaited between this and the dispatch.
+    """Bring to the host what has to leave GPU memory inline, and wait until what is told of by message is complete;
+    nothing may be awaited between this and the dispatch.
 
     ways: every draft with the column of a consumer that it goes to, as things are now: a consumer may lose its
     column, or a lesser one come, while the copy is under way.
     """
-    while waiting := [draft for draft, column in ways() if draft.must_stage(column)]:
-        for draft in waiting:
-            draft.stage()
+    while not all([draft.prepared(column) for draft, column in ways()]):  # noqa: ASYNC110  (all of them are begun)
         await asyncio.sleep(LOOK_AGAIN_S)

@@ -27,6 +27,7 @@ from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
+from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.dispatch import Dispatch
 from tensorferry.stages.load import Load, Overload
 from tensorferry.stages.processors.base import Processor
@@ -54,12 +55,17 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         "pool.budget_mb",
     )
     processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
-    text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
+    planner = Planner(
+        processor,
+        TextEncoder.from_file(deployment.tokenizer.vocabulary),
+        deployment.limits,
+        embedding_form(deployment.model),
+    )
     async with opened(deployment, "tokenizer", rank, share) as stage:
         door = FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)
         stage.channels.callback(door.close, LINGER_S)
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
-        tokenizer = Tokenizer(stage, door, threads, processor, text)
+        tokenizer = Tokenizer(stage, door, threads, processor, planner)
         with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.watch_peers()):
             await stage.peers.wait_ready()
             tokenizer.open()
@@ -73,11 +79,10 @@ class Tokenizer:
     """See the module. `serve` is one request from acceptance to outcome."""
 
     def __init__(
-        self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, text: TextEncoder
+        self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, planner: Planner
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
-        self._dispatch = Dispatch(stage, threads, processor)
-        self._planner = Planner(processor, text, stage.deployment.limits)
+        self._planner, self._dispatch = planner, Dispatch(stage, threads, processor)
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
@@ -158,7 +163,7 @@ class Tokenizer:
                 raise Overload("the deployment is draining")
             if not self._able:
                 raise Overload("the deployment is not ready")
-            items = sum(isinstance(part, wire.ImagePart) for part in submit.parts)
+            items = sum(not isinstance(part, wire.TextPart | wire.TokensPart) for part in submit.parts)
             self._load.take((submit.request, submit.attempt), items, sum(len(frame) for frame in frames))
         except Overload as full:
             self._stage.counters.count("requests_busy")
@@ -222,7 +227,7 @@ class Tokenizer:
     ) -> wire.Message:
         """Send it, and again what is lost with a process that dies, until all scheduler ranks have reported."""
         prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
-        self._load.grow((request.submit.request, request.submit.attempt), sum(plan.nbytes for plan in prompt.plans))
+        self._load.grow((request.submit.request, request.submit.attempt), prompt.nbytes)
         items = everything = list(range(len(prompt.plans)))
         while True:
             try:
@@ -288,7 +293,7 @@ class Tokenizer:
         first = request.reports[min(request.reports)]
         digests = first.digests or (b"",) * len(prompt.plans)
         items = tuple(
-            wire.ItemReport(request.owners[index].peer.rank, plan.grid, plan.rows, *request.sent[index], digest)
+            wire.ItemReport(request.encoded_by(index), plan.grid, plan.rows, *request.sent[index], digest)
             for index, (plan, digest) in enumerate(zip(prompt.plans, digests, strict=True))
         )
         before = tuple(wire.Mark(step, at_ns) for step, at_ns in marks.items())
@@ -299,6 +304,7 @@ class Tokenizer:
             first.output_tokens,
             items,
             (*before, *first.marks, wire.Mark("answered", time.monotonic_ns())),
+            first.token_ids,
         )
 
     def _cancel(self, request: Request, told: Sequence[Life]) -> None:
@@ -377,7 +383,7 @@ class Tokenizer:
                     request.failure = failure
                     request.news.set()
             case _:
-                if not self._stage.peers.hear(message):
+                if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
 
     def _owned(self, request: bytes, attempt: int) -> Request | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tensorferry.stages.adapters import patch_vit, registry
 from tensorferry.stages.adapters.base import ItemInfo, split
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.adapters.options import PatchVitOptions
+from tensorferry.stages.weights import seeded_weights
 
 FEATURES = 1176
 Grid = tuple[int, int, int]
@@ -155,7 +157,7 @@ def test_patch_vit_is_the_textbook_model() -> None:
     """Against the plainest form: one item, patches in raster order, attention spelled out, float64."""
     options: dict[str, Any] = {"width": 24, "heads": 2, "depth": 2, "out_width": 10, "patch_features": 12}
     shapes = patch_vit.weight_shapes(PatchVitOptions(**options))
-    w = {name: tensor.double() for name, tensor in patch_vit.seeded_weights(shapes, 5).items()}
+    w = {name: tensor.double() for name, tensor in seeded_weights(shapes, 5).items()}
     item = item_of(0, (1, 4, 6))
     pixels = pixels_of(item, 12)
     # where the merge-block order puts the patch of row y, column x
@@ -295,7 +297,7 @@ SMALL: dict[str, Any] = {"width": 16, "heads": 2, "depth": 1, "out_width": 8}
 
 
 def small_weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    return patch_vit.seeded_weights(patch_vit.weight_shapes(PatchVitOptions(**SMALL)), seed)
+    return seeded_weights(patch_vit.weight_shapes(PatchVitOptions(**SMALL)), seed)
 
 
 @pytest.mark.parametrize("as_directory", [False, True])
@@ -417,12 +419,37 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_p7_the_static_table_says_what_the_classes_say() -> None:
     for name, entry in registry.BUILT_IN.items():
-        adapter = registry.make_adapter(ModelSpec(adapter=name), 1)
+        assert registry.supports_cuda_vmm_feature_transport(name) is entry.supports_cuda_vmm_feature_transport
+        if entry.needs and not find_spec(entry.needs):
+            continue
+        adapter = registry.make_adapter(ModelSpec(adapter=name, options={"tiny": True} if entry.needs else {}), 1)
         assert f"{type(adapter).__module__}:{type(adapter).__qualname__}" == entry.reference
         assert type(adapter).supports_cuda_vmm_feature_transport is entry.supports_cuda_vmm_feature_transport
-        assert registry.supports_cuda_vmm_feature_transport(name) is entry.supports_cuda_vmm_feature_transport
     assert registry.supports_cuda_vmm_feature_transport("patch-vit")
     assert registry.supports_cuda_vmm_feature_transport("fingerprint")
+
+
+@pytest.mark.parametrize(
+    ("model", "opted_in"),
+    [
+        ("Qwen/Qwen3-VL-8B-Instruct", True),
+        ("Qwen3-VL-235B-A22B-Thinking", True),
+        ("qwen3-vl", True),
+        ("moonshotai/Kimi-K2.5", True),
+        ("Kimi-K3", True),
+        ("/models/Kimi-K2.5-FP8", True),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", False),
+        ("Qwen2-VL-2B", False),
+    ],
+)
+def test_p7_is_answered_from_a_models_name(model: str, opted_in: bool) -> None:
+    assert registry.supports_cuda_vmm_feature_transport(model) is opted_in
+
+
+@pytest.mark.parametrize("model", ["Qwen3-VLM", "kimi-k2", "kimi-k2.50", "my/qwen3", "qwen3-vl/lora"])
+def test_p7_names_of_other_models_are_no_answer(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
+        registry.supports_cuda_vmm_feature_transport(model)
 
 
 def test_p7_opt_in_of_a_plug_in_is_its_class_attribute(plugins: Path) -> None:
@@ -462,7 +489,11 @@ def test_what_a_plug_in_raises_comes_through(plugins: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("patch-wit", "'patch-wit'; give one of fingerprint, patch-vit, text-only, or package.module:Class"),
+        (
+            "patch-wit",
+            "'patch-wit'; give one of fingerprint, kimi-k25, patch-vit, qwen2.5-vl, qwen3-vl, text-only, or "
+            "package.module:Class",
+        ),
         ("", "unknown: ''"),
         ("os.system", "unknown: 'os.system'"),
         ("ferry_plugins:Silent()", "unknown"),

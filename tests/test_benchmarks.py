@@ -44,6 +44,40 @@ def test_a_benchmark_runs_to_its_table(name: str, tmp_path: Path) -> None:
         assert verdict.floor in ran.stdout
 
 
+def test_the_towers_benchmark_runs_to_its_tables(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_tower", "--smoke", "--json", str(file)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    outcomes = msgspec.json.decode(file.read_bytes(), type=list[Outcome])
+    assert [outcome.name for outcome in outcomes] == ["16 of 64x64", "16 of 32x32", "64 of 16x16", "32 sizes"]
+    for outcome in outcomes:
+        assert outcome.title in ran.stdout
+        assert {"transformers", "ours"} < {found.contender for found in outcome.measurements}
+        assert [found for found in outcome.measurements if not found.details["max_difference"] < 1e-4] == []
+
+
+def test_the_attention_probe_runs_to_its_end() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
+    command = [sys.executable, "-m", "benchmarks.probes.attention", "--smoke"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    measured = {line[:48].strip() for line in ran.stdout.splitlines() if " ms" in line[48:]}
+    assert {"dense, as torch chooses", "fc1 with gelu in it", "4 layers, 32 sizes, as it is"} <= measured
+
+
+def test_the_encoders_benchmark_runs_to_its_table(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_encoder", "--smoke", "--json", str(file)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    outcome = msgspec.json.decode(file.read_bytes(), type=Outcome)
+    assert [found.contender for found in outcome.measurements] == ["bare tower", "shm"]
+    assert outcome.title in ran.stdout
+
+
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_a_contender_hands_over_what_it_was_given(contender: str) -> None:
     with Pair(contender, NBYTES, full=True) as pair:

@@ -26,7 +26,8 @@ from structlog.testing import capture_logs
 from tensorferry.codecs.errors import AttachRefused, PeerGone
 from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin, Proxy
 from tensorferry.codecs.pool.control import AckPage
-from tensorferry.codecs.pool.pool import Export, Pool
+from tensorferry.codecs.pool.export import Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach, recycle
@@ -715,14 +716,14 @@ async def admits_without_hearing(pool: Pool, line: Raw) -> None:
         (hangs_up_at_once, PeerGone, "hung up"),
         (answers_garbage, AttachRefused, "not a message of ours"),
         (declines, AttachRefused, "^because$"),
-        (exports_without_descriptors, AttachRefused, "Exported with 2 or 3 was due"),
+        (exports_without_descriptors, AttachRefused, "Exported with 1 or 2 or 3 was due"),
         (exports_another_pool, AttachRefused, "has pool"),
         (hangs_up_after_exported, PeerGone, "hung up"),
         (lies_about_the_size, AttachRefused, "were announced"),
         (has_memory_of_another_kind, AttachRefused, "cannot map pool"),
         (hangs_up_after_attached, PeerGone, "hung up"),
         (says_nothing_after_attached, PeerGone, r"no answer within 0\.3 s"),
-        (admits_without_hearing, AttachRefused, "Exported with 2 or 3 was due"),
+        (admits_without_hearing, AttachRefused, "Exported with 1 or 2 or 3 was due"),
     ],
 )
 async def test_a_misbehaving_producer_is_an_error_and_leaves_nothing(

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from tensorferry.cli import replay, submit
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
+from tensorferry.pipeline import parts as pieces
 from tensorferry.pipeline.config import Deployment
 
 DATA = Path(__file__).parent / "data" / "traces"
@@ -140,7 +141,8 @@ def test_rows_that_are_all_broken_start_nothing_and_are_reported(deployment: dic
         (("--images", "absent"), "absent"),
         (("--set", "pool.budget=3"), "pool.budget"),
         (("--out", "/proc/nowhere"), "--out"),
-        (("--rate", "3"), "--rate"),
+        (("--rate", "-3"), "--rate"),
+        (("--parallel", "3"), "--parallel"),
     ],
 )
 def test_wrong_usage_is_status_2(deployment: dict[str, Any], options: Sequence[str], said: str) -> None:
@@ -170,7 +172,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     state: dict[str, Any] = {"outcome": wire.Result(request, 0, 20, 16, (item,), marks)}
 
     async def send(
-        deployment: Deployment, parts: Sequence[str | bytes], output_tokens: int, timeout_s: float
+        deployment: Deployment, parts: Sequence[pieces.Part], output_tokens: int, timeout_s: float
     ) -> wire.Result | wire.Failed | wire.Busy:
         state["parts"] = parts
         outcome: wire.Result | wire.Failed | wire.Busy = state["outcome"]
@@ -184,8 +186,9 @@ def test_parts_are_sent_in_the_order_they_were_given(sent: dict[str, Any], tmp_p
     (tmp_path / "a.jpg").write_bytes(b"A")
     (tmp_path / "b.jpg").write_bytes(b"B")
     a, b = tmp_path / "a.jpg", tmp_path / "b.jpg"
-    result = run("submit", "--text", "one", "--image", b, "--config", LOCAL, f"--image={a}", "--text", "two")
-    assert sent["parts"] == ["one", b"B", b"A", "two"]
+    given = ["--text", "one", "--image", b, "--config", LOCAL, "--video", a, f"--image={a}", "--text", "two"]
+    result = run("submit", *given)
+    assert sent["parts"] == ["one", pieces.Image(b), pieces.Video(a), pieces.Image(a), "two"]
     assert result.exit_code == 0
     for part in ("20 tokens in, 16 out, 12.5 ms", "1 x 4 x 6", "shm", "9000", "000102030405"):
         assert part in result.output, part
@@ -206,3 +209,106 @@ def test_submit_needs_something_to_send(sent: dict[str, Any]) -> None:
     assert run("submit", "--config", LOCAL, "--image", "absent.jpg").exit_code == 2
     assert "Usage" in run("submit", "--help").output
     assert isinstance(submit.command, click.Command)
+
+
+# --- which part of which trace -------------------------------------------------------------------------------------
+
+
+def test_a_window_is_replayed_from_its_own_first_request(deployment: dict[str, Any], tmp_path: Path) -> None:
+    """Duty 7 of a faithful replay: rebased after the window was cut."""
+    result = replayed("azure_lmm.csv", "--start", "5.6s", "--end", "2024-10-15T12:00:07.4Z", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["requests"]["read"], summary["requests"]["sent"], summary["trace"]["outside"]) == (2, 2, 8)
+    assert summary["trace"]["origin"] == "2024-10-15 12:00:06.513"
+    assert "8 rows outside --start and --end" in result.stdout
+    assert [json.loads(line)["at_ms"] for line in (tmp_path / "results.jsonl").read_text().splitlines()] == [0, 819]
+
+
+def test_a_window_of_dates_needs_a_trace_of_dates(deployment: dict[str, Any]) -> None:
+    result = replayed("mooncake.jsonl", "--start", "2024-10-15 12:00:00")
+    assert result.exit_code == 1
+    assert "no dates" in result.stderr
+    assert replayed("mooncake.jsonl", "--start", "tomorrow").exit_code == 2
+
+
+def test_a_trace_without_times_needs_a_rate_or_no_schedule(deployment: dict[str, Any], tmp_path: Path) -> None:
+    trace = tmp_path / "batch.jsonl"
+    trace.write_text('{"custom_id": "a", "body": {"prompt": "x"}}\n' * 2)
+    result = run("replay", trace, "--config", LOCAL)
+    assert result.exit_code == 1
+    assert "--rate" in result.stderr
+    assert replayed(str(trace)).exit_code == 0
+    result = run("replay", trace, "--config", LOCAL, "--rate", "50", "--set", "timeouts.heartbeat_s=0.01")
+    assert result.exit_code == 0
+    assert "all times: 50 requests a second, evenly" in result.stdout
+    assert "2 requests: output length, 128 tokens" in result.stdout
+
+
+def test_a_rate_is_refused_where_the_trace_has_times(deployment: dict[str, Any]) -> None:
+    """Not silently ignored, as in tools that then call the result a run at that rate."""
+    result = replayed("servegen.jsonl", "--rate", "3")
+    assert result.exit_code == 1
+    assert "times of its own" in result.stderr
+
+
+def test_recorded_failures_can_be_left_out(deployment: dict[str, Any], tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"at_ms": 0, "text": "a", "output_tokens": 0}\n{"at_ms": 1, "text": "b", "output_tokens": 1}\n')
+    assert "2 read = 2 sent" in replayed(str(trace)).stdout
+    assert "1 x recorded_failure" in replayed(str(trace), "--failures", "drop").stdout
+
+
+def test_keys_read_what_no_content_could_tell(deployment: dict[str, Any], tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"t": 19440110.5, "in": 70, "out": 3}\n')
+    assert replayed(str(trace)).exit_code == 1
+    assert replayed(str(trace), "--keys", "time=t,prompt=in,output=out,unit=s").exit_code == 0
+    for wrong in (
+        "time",
+        "time=t,when=x",
+        "time=t,unit=h",
+        "unit=s,block_tokens=x",
+        "unit=0",
+        "unit=inf",
+        "unit=nan",
+        "unit=1e999999",
+    ):
+        assert replayed(str(trace), "--keys", wrong).exit_code == 2, wrong
+
+
+def test_a_dry_run_says_what_would_be_sent_and_starts_nothing(deployment: dict[str, Any]) -> None:
+    result = run("replay", DATA / "azure_lmm.csv", "--config", LOCAL, "--dry-run", "--end", "60s")
+    assert result.exit_code == 0, result.output
+    for part in ("starts at 2024-10-15 12:00:00.269, spans 7.297 s", "5 read = 5 to send + 0 dropped", "payload"):
+        assert part in result.stdout, part
+    assert "client" not in deployment
+    assert run("replay", DATA / "azure_lmm.csv", "--config", LOCAL, "--dry-run", "--end", "60s").stdout == result.stdout
+
+
+def test_the_way_of_later_turns_is_said(deployment: dict[str, Any], tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    turns = [{"text": "a", "timestamp": 0}, {"text": "b", "delay": 1}]
+    trace.write_text(json.dumps({"session_id": "s", "turns": turns}) + "\n")
+    assert "think: 1 turns their think time after that answer" in replayed(str(trace)).stdout
+    assert "wait: 1 turns" in replayed(str(trace), "--sessions", "wait").stdout
+    result = replayed(str(trace), "--sessions", "clock", "--out", tmp_path)
+    assert "1 turns" not in result.stdout
+    run_summary = json.loads((tmp_path / "summary.json").read_text())["run"]
+    assert (run_summary["sessions"], run_summary["following"]) == ("clock", 0)
+
+
+def test_strictly_rows_out_of_order_stop_a_run_before_it_starts(deployment: dict[str, Any]) -> None:
+    result = replayed("azure_2023.shuffled.csv", "--strict")
+    assert result.exit_code == 1
+    assert "earlier than the row before it" in result.stderr
+    assert "client" not in deployment
+
+
+def test_the_image_model_is_chosen_and_said(deployment: dict[str, Any]) -> None:
+    assert "22 images: size and picture (the trace has only their number), sizes as modserve" in " ".join(
+        replayed("azure_lmm.csv").stdout.split()
+    )
+    assert "sizes as 64x48" in " ".join(replayed("azure_lmm.csv", "--image-model", "64x48").stdout.split())
+    result = replayed("azure_lmm.csv", "--image-model", "imagenet")
+    assert (result.exit_code, "--image-model" in result.output) == (2, True)

@@ -19,6 +19,7 @@ from tensorferry.pipeline.config import (
     device_of,
     encoder_pool_nbytes,
     load,
+    mail_of,
     require_available,
     resolved,
     tokenizer_pool_nbytes,
@@ -376,6 +377,9 @@ def test_a_section_given_by_a_setting_replaces_the_files(refusal):
         ("transport: cuda_ipc\nnodes: 2\n", 2, "transport", ["cuda_ipc works within one node", "2", "cuda_vmm"]),
         ("transport: shm\nnodes: 2\n", 2, "transport", ["shm works within one node"]),
         ("pp_size: 2\ntransport: cuda_vmm\n", 3, "transport", ["pp_size 1, not 2", "cuda_ipc"]),
+        ("transport: cuda_ipc\npool: {acknowledge: messages}\n", 3, "pool.acknowledge",
+         ["beside transport: cuda_ipc", "only cuda_vmm"]),
+        ("pool: {acknowledge: messages}\n", 2, "pool.acknowledge", ["transport: auto", "set transport: cuda_vmm"]),
         ("telemetry: {prometheus_port: 64990}\nencoder: {ranks: 600}\nembeddings_pool: {budget_mb: 600}\n", 2,
          "telemetry.prometheus_port", ["602 processes", "64934 or less"]),
     ],
@@ -395,6 +399,7 @@ def test_contradictions_are_named(refusal, text, line, key, parts):
         "transport: auto\nnodes: 2\npp_size: 2\n",
         "transport: cuda_ipc\npp_size: 2\n",
         "frontend: rust\ntransport: cuda_vmm\n",
+        "transport: cuda_vmm\npool: {acknowledge: messages}\n",
         "transport: cpu\ntokenizer: {workers: 8}\npool: {budget_mb: 1}\n",
         "scheduler: {tp_size: 8, attention_tp_size: 8}\n",
         "pool: {budget_mb: 8}\ntokenizer: {workers: 8}\n",
@@ -600,3 +605,19 @@ def test_a_pool_in_gpu_memory_needs_gpus(refusal) -> None:
     assert str(problem).endswith(
         ":3: gpus: false, beside transport: cuda_ipc; use shm, cpu or auto, or leave gpus away"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "mail"),
+    [
+        ("transport: shm\n", None),
+        ("transport: cuda_vmm\n", None),
+        ("transport: cuda_vmm\npool: {acknowledge: messages}\n", "posix_fd"),
+        ("transport: cuda_vmm\nnodes: 2\n", "fabric"),
+        ("transport: cpu\nnodes: 2\n", None),
+    ],
+)
+def test_pools_share_no_pages_across_nodes_and_where_messages_are_asked_for(tmp_path, text, mail):
+    file = tmp_path / "deployment.yaml"
+    file.write_text("name: a\n" + text)
+    assert mail_of(load(file)) == mail

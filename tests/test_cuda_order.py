@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,8 +33,12 @@ from tensorferry.codecs.messages import PoolDescription, Proxy
 from tensorferry.codecs.pool import control as control_module
 from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.pool import Pool, new_nonce
+from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
+from tensorferry.pipeline.config import Deployment, EncoderSpec
+from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
+from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler
 from tensorferry.stages.tombstones import Tombstones
 
@@ -580,6 +585,59 @@ async def test_embeddings_that_cannot_be_copied_fail_their_request_alone(
     assert (type(problem), problem.index) == (BadItem, 0)
     assert "could not be copied: RuntimeError: CUDA out of memory" in str(problem)
     assert host_shop.out() == 0
+
+
+async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_behind_it(shop: Shop) -> None:
+    """The second batch never ends; the first one's embeddings can be read all the same."""
+    gpu, ends = shop.gpu, [threading.Event(), threading.Event()]
+
+    class Adapter:
+        batches = 0
+
+        def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish:
+            end = ends[self.batches]
+            self.batches += 1
+            out(0, "embeddings", (1, 100), "uint8")
+            gpu.wait_event(1, -self.batches)
+
+            def finish() -> None:
+                assert end.wait(10)
+
+            return finish
+
+    sent: list[wire.Embeddings] = []
+    scheduler = SimpleNamespace(
+        column=shop.column, epoch=8, outbox=SimpleNamespace(send_nowait=lambda message, frames: sent.append(message))
+    )
+    async with asyncio.TaskGroup() as tasks:
+        stage = stage_of(shop.reader, tasks, [])
+        stage.epoch, stage.origin, stage.publisher = 7, wire.Origin("encoder", 0, 7), Publisher(shop.pool)
+        stage.deployment = Deployment(name="test", encoder=EncoderSpec(batch_patches=1))
+        stage.peers = SimpleNamespace(taker=lambda *_: scheduler)
+        adapter = Adapter()
+        with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(2) as waiter:
+            encoder = Encoder(stage, adapter, thread, waiter)
+            for request in (b"one", b"two"):
+                item = wire.Item("image", (1, 1, 1), 1, bytes(16), wire.Inline(0, CODES["uint8"], (1, 3)))
+                ranks = (wire.Rank(0, 7),), (wire.Rank(0, 8),)
+                asked = wire.Encode(request.rjust(16), 0, 7, wire.Origin("tokenizer", 0, 3), *ranks, (item,), 1 << 62)
+                encoder._take(asked, [np.zeros(3, np.uint8)])
+            encoding = tasks.create_task(encoder.encode())
+            async with asyncio.timeout(10):
+                while adapter.batches < 2:  # noqa: ASYNC110  (the encoder's thread does it)
+                    await asyncio.sleep(0)
+                ends[0].set()
+                while not sent:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            payload = sent[0].items[0].outputs[0].payload
+            assert isinstance(payload, Proxy)
+            assert not shop.reader.is_ready(payload)
+            gpu.record(-1, 2)
+            gpu.run(2)
+            gpu.run(1)
+            assert shop.reader.is_ready(payload)
+            encoding.cancel()
+            ends[1].set()
 
 
 def test_a_stale_proxy_is_counted_once(host_shop: Shop) -> None:

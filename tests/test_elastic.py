@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 
 from tensorferry.codecs.errors import AttachRefused, LeaseError, PeerGone, PoolFull
-from tensorferry.codecs.memory import cuda_vmm
-from tensorferry.codecs.memory.cuda_driver import CudaError, Driver
+from tensorferry.codecs.memory.cuda_driver import CudaError
 from tensorferry.codecs.memory.cuda_vmm import BudgetTooSmall
 from tensorferry.codecs.messages import Origin, Proxy
 from tensorferry.codecs.pool import growth
@@ -40,36 +39,9 @@ IDLE_S = 0.02
 FOREVER_S = 1000.0
 WAIT_S = 20.0  #: for growth, in tests that are not about how long it takes
 Peer = Any  #: conftest.Peer
+Stub = Any  #: conftest.Stub
 Until = Callable[..., None]
 encode = msgspec.msgpack.encode
-
-
-class Stub:
-    """The stub driver and its device in this process."""
-
-    def __init__(self, driver: Any, device: Any, environ: dict[str, str]) -> None:
-        self.driver, self.device = driver, device
-        self.environ = environ
-
-    def refuse(self, call: str, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
-        """Let a driver call of this process fail from now on."""
-        self.driver.PLAN.setdefault("fail", {})[call] = result
-
-    def allow(self) -> None:
-        self.driver.PLAN["fail"] = {}
-
-
-@pytest.fixture
-def stub(stub_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Stub:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stub_cuda"))
-    import stub_device  # type: ignore[import-not-found]
-
-    bindings = stub_cuda.beside()
-    monkeypatch.setattr(cuda_vmm, "CudaDevice", stub_device.StubDevice)
-    monkeypatch.setattr(stub_device.StubDevice, "held", None)
-    monkeypatch.setattr(cuda_vmm, "Driver", type("Loaded", (Driver,), {"load": lambda: Driver(bindings)}))
-    wanted = {name: stub_cuda.environ[name] for name in ("STUB_CUDA", "PYTHONPATH")}
-    return Stub(bindings, stub_device.StubDevice, wanted)
 
 
 Create = Callable[..., Pool]

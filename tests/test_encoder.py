@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.config import Deployment, EncoderSpec
 from tensorferry.pipeline.telemetry import Counters
-from tensorferry.stages.adapters.base import ItemInfo, Load, Out, split
+from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out, split
 from tensorferry.stages.encoder import Encoder
 
 ME, SCHEDULER = 7, 8  #: epochs
@@ -39,7 +40,7 @@ class Echo:
         self.numbers: list[list[int]] = []
         self.before: Callable[[], None] = lambda: None
 
-    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
         self.before()
         self.numbers.append([item.index for item in items])
         firsts = [int(view.data[0]) for view in split(load(self.numbers[-1]), items)]
@@ -51,14 +52,45 @@ class Echo:
             out(item.index, "embeddings", (rows, 8), "uint8").data[:] = first
         if CRASHING in firsts:
             raise ZeroDivisionError("nobody knows of which item")
+        return None
+
+
+class Queued(Echo):
+    """The same, by a GPU: whether all went well is known only when `finish` has waited for it; `gate` holds it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.awaited = 0
+
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
+        self.before()
+        self.numbers.append([item.index for item in items])
+        firsts = [int(view.data[0]) for view in split(load(self.numbers[-1]), items)]
+        self.calls.append(firsts)
+        for item, first in zip(items, firsts, strict=True):
+            rows = item.rows + (first == WRONG_ROWS)
+            out(item.index, "embeddings", (rows, 8), "uint8").data[:] = first
+
+        def finish() -> None:
+            self.awaited += 1
+            assert self.gate.wait(20)
+            for item, first in zip(items, firsts, strict=True):
+                if first == POISONED:
+                    raise BadItem(item.index, "is poisoned")
+            if CRASHING in firsts:
+                raise ZeroDivisionError("nobody knows of which item")
+
+        return finish
 
 
 class Rank:
     """An encoder rank whose peers are lists: `embeddings` has the first byte of each item of each request's message,
     `failures` what was told to the owner."""
 
-    def __init__(self, **spec: Any) -> None:
-        self.adapter = Echo()
+    def __init__(self, adapter: Any, **spec: Any) -> None:
+        self.adapter = adapter
         self.reader = Reader(ME)
         self.embeddings: dict[bytes, list[tuple[int, int]]] = {}
         self.failures: dict[bytes, wire.Failure] = {}
@@ -79,8 +111,8 @@ class Rank:
                 tell=lambda message: None,
             ),
         )
-        self.thread = ThreadPoolExecutor(1)
-        self.encoder = Encoder(self.stage, self.adapter, self.thread)
+        self.thread, self.waiter = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.encoder = Encoder(self.stage, self.adapter, self.thread, self.waiter)
 
     def _embedded(self, message: wire.Embeddings, frames: Sequence[Any]) -> None:
         assert message.request not in self.embeddings, "one message for each request"
@@ -112,11 +144,19 @@ class Rank:
         )
 
     async def serve(self) -> None:
-        """Until every job is done, as `Encoder.encode` does it."""
-        jobs = self.encoder._jobs
-        async with asyncio.timeout(20):
-            while jobs.unfinished:
-                jobs.done(await self.encoder._run(await jobs.take()))
+        """Until every job is done."""
+        async with self.encoding():
+            await self.encoder._jobs.join()
+
+    @asynccontextmanager
+    async def encoding(self) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.encoder.encode())
+        try:
+            async with asyncio.timeout(20):
+                yield task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
     def answers(self, request: bytes) -> list[tuple[int, int]] | str:
         """(index, first byte) of each item, or the kind of failure and the item at fault."""
@@ -128,17 +168,24 @@ class Rank:
         return self.embeddings[name]
 
 
-@pytest.fixture
-def rank_of() -> Iterator[Callable[..., Rank]]:
+@pytest.fixture(params=[Echo, Queued])
+def rank_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rank]]:
     with ExitStack() as undo:
 
         def make(**spec: Any) -> Rank:
-            rank = Rank(**spec)
+            rank = Rank(request.param(), **spec)
             undo.callback(rank.reader.close)
             undo.callback(rank.thread.shutdown)
+            undo.callback(rank.waiter.shutdown)
             return rank
 
         yield make
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Another thread does it."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 @contextmanager
@@ -375,6 +422,119 @@ async def test_a_failed_batch_keeps_its_hits(rank_of: Any) -> None:
     assert rank.adapter.calls == [[1], [2, POISONED], [2]]
 
 
+# --- a batch behind the one that is awaited --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank_of", [Queued], indirect=True)
+async def test_a_full_batch_is_queued_while_the_one_before_is_awaited(rank_of: Callable[..., Rank]) -> None:
+    rank = rank_of(batch_patches=2 * PATCHES)
+    rank.adapter.gate.clear()
+    for number in range(1, 7):
+        rank.ask(bytes([64 + number]), [number])
+    async with rank.encoding():
+        await until(lambda: len(rank.adapter.calls) == 2)
+        await until(lambda: rank.adapter.awaited)
+        assert rank.adapter.calls == [[1, 2], [3, 4]], "and no third"
+        assert rank.embeddings == {}
+        assert rank.stage.in_flight() == 6
+        rank.adapter.gate.set()
+        await rank.encoder._jobs.join()
+    assert rank.adapter.calls == [[1, 2], [3, 4], [5, 6]]
+    assert [rank.answers(bytes([64 + number])) for number in range(1, 7)] == [[(0, number)] for number in range(1, 7)]
+    assert list(rank.embeddings) == [bytes([64 + number]).rjust(16) for number in range(1, 7)]
+
+
+@pytest.mark.parametrize("rank_of", [Queued], indirect=True)
+async def test_a_batch_that_others_may_join_waits_for_them(rank_of: Callable[..., Rank]) -> None:
+    rank = rank_of(batch_patches=2 * PATCHES)
+    rank.adapter.gate.clear()
+    rank.ask(b"a", [1])
+    async with rank.encoding():
+        await until(lambda: rank.adapter.awaited)
+        rank.ask(b"b", [2])
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert rank.adapter.calls == [[1]]
+        rank.ask(b"c", [3])
+        await until(lambda: len(rank.adapter.calls) == 2)
+        assert rank.embeddings == {}
+        rank.ask(b"d", [4])
+        rank.adapter.gate.set()
+        await rank.encoder._jobs.join()
+    assert rank.adapter.calls == [[1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("rank_of", [Queued], indirect=True)
+async def test_a_batch_that_goes_wrong_leaves_the_one_behind_it_alone(rank_of: Callable[..., Rank]) -> None:
+    rank = rank_of(batch_patches=2 * PATCHES)
+    rank.adapter.gate.clear()
+    for request, first in ((b"a", 1), (b"b", POISONED), (b"c", 3), (b"d", 4)):
+        rank.ask(request, [first])
+    async with rank.encoding():
+        await until(lambda: len(rank.adapter.calls) == 2)
+        rank.adapter.gate.set()
+        await rank.encoder._jobs.join()
+    assert rank.adapter.calls == [[1, POISONED], [3, 4], [1]]
+    answers = [rank.answers(request) for request in (b"a", b"b", b"c", b"d")]
+    assert answers == [[(0, 1)], "BadItem 0", [(0, 3)], [(0, 4)]]
+
+
+@pytest.mark.parametrize("rank_of", [Queued], indirect=True)
+async def test_e4_what_is_being_encoded_is_waited_for_and_not_encoded_again(rank_of: Callable[..., Rank]) -> None:
+    rank = rank_of(batch_patches=2 * PATCHES, cache_mb=1)
+    rank.adapter.gate.clear()
+    rank.ask(b"a", [1, 2])
+    rank.ask(b"b", [2, 3])
+    async with rank.encoding():
+        await until(lambda: rank.adapter.awaited)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert rank.adapter.calls == [[1, 2]]
+        rank.adapter.gate.set()
+        await rank.encoder._jobs.join()
+    assert rank.adapter.calls == [[1, 2], [3]]
+    assert (rank.answers(b"a"), rank.answers(b"b")) == ([(0, 1), (1, 2)], [(0, 2), (1, 3)])
+
+
+@pytest.mark.parametrize("rank_of", [Queued], indirect=True)
+async def test_what_is_cancelled_while_it_is_awaited_is_not_sent(rank_of: Callable[..., Rank]) -> None:
+    rank = rank_of()
+    rank.adapter.gate.clear()
+    rank.ask(b"a", [1])
+    rank.ask(b"b", [2])
+    async with rank.encoding():
+        await until(lambda: rank.adapter.awaited)
+        rank.encoder._take(wire.Cancel(b"a".rjust(16), 0, ME), [])
+        rank.adapter.gate.set()
+        await rank.encoder._jobs.join()
+    assert list(rank.embeddings) == [b"b".rjust(16)]
+    assert rank.failures == {}
+
+
+@pytest.mark.parametrize("rank_of", [Queued], indirect=True)
+async def test_a_rank_that_is_stopped_waits_for_what_is_queued_and_gives_everything_back(
+    rank_of: Callable[..., Rank],
+) -> None:
+    """A GPU may still be reading the features and writing the embeddings."""
+    rank = rank_of()
+    rank.adapter.gate.clear()
+    with lent(rank, 1) as (pool, payload), Pool.create(1 << 20, 8) as out:
+        rank.stage.publisher = Publisher(out, inline_below_nbytes=0)
+        rank.send(b"a", [(b"x", payload)])
+        async with rank.encoding() as encoding:
+            await until(lambda: rank.adapter.awaited)
+            encoding.cancel()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not encoding.done()
+            assert (out.reclaim(), out.statistics().lent_slots) == (0, 1)
+            rank.adapter.gate.set()
+            await asyncio.wait([encoding])
+        assert (pool.reclaim(), out.reclaim()) == (1, 1)
+    assert rank.embeddings == {}
+    assert rank.stage.in_flight() == 0
+
+
 # --- all of it at once -----------------------------------------------------------------------------------------
 
 
@@ -421,13 +581,8 @@ async def test_a_drain_finishes_the_batch_that_waits_for_company(rank_of: Any) -
     rank = rank_of(batch_wait_ms=60_000.0)  # more than a deployment file may say, so that only a drain can end it
     rank.ask(b"a", [1])
     rank.ask(b"b", [2])
-    encoding = asyncio.create_task(rank.encoder.encode())
-    try:
-        async with asyncio.timeout(20):
-            await rank.encoder.drain()
-    finally:
-        encoding.cancel()
-        await asyncio.wait([encoding])
+    async with rank.encoding():
+        await rank.encoder.drain()
     assert rank.adapter.calls == [[1, 2]]
     assert rank.stage.in_flight() == 0
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -158,15 +159,17 @@ def test_wrong_options_are_named(options: dict[str, Any], key: str, problem: str
 
 
 def test_every_built_in_engine_can_be_made() -> None:
-    for name in registry.BUILT_IN:
+    for name, entry in registry.BUILT_IN.items():
         registry.check_engine(SchedulerSpec(engine=name))
-        assert callable(registry.make_engine(SchedulerSpec(engine=name)).run)
+        if entry.needs is None or find_spec(entry.needs):
+            engine = registry.make_engine(SchedulerSpec(engine=name))
+            assert f"{type(engine).__module__}:{type(engine).__qualname__}" == entry.reference
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("discord", "'discord'; give one of discard, or package.module:Class"),
+        ("discord", "'discord'; give one of discard, hf-causal, or package.module:Class"),
         ("no_such_module:Engine", "ModuleNotFoundError"),
         ("tensorferry.stages.engines.base:EngineResult", "is not an engine: it has no method run"),
         ("tensorferry.stages.engines.base:Absent", "has no class Absent"),

@@ -20,6 +20,7 @@ from PIL import Image
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.parts import Embeddings
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.assignment import assign
 
@@ -37,7 +38,9 @@ runtime_dir: {folder}/run
 model: {{adapter: "odd_adapter:Odd", options: {{gate: {folder}/gate}}}}
 tokenizer: {{workers: {tokenizers}, threads: 1}}
 encoder: {{ranks: {encoders}, batch_patches: 0}}
-scheduler: {{groups: {groups}, batch_tokens: {batch_tokens}, options: {{digests: true, service_ms: {service_ms}}}}}
+scheduler:
+  {{groups: {groups}, tp_size: {tp_size}, attention_tp_size: {tp_size}, batch_tokens: {batch_tokens},
+    options: {{digests: true, service_ms: {service_ms}}}}}
 pool: {{budget_mb: 16, inline_below_kb: 0}}
 embeddings_pool: {{budget_mb: 16, inline_below_kb: 0}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: {quarantine_s}}}
@@ -76,6 +79,17 @@ class Running:
     async def all_live(self) -> None:
         await self._says(lambda members: {member.state for member in members} == {"ready"})
 
+    async def lends(self, name: str, slots: int) -> None:
+        """Until a process has lent so much of its pool, or more."""
+        await self._says(
+            lambda members: any(
+                gauge.value >= slots
+                for member in members
+                for gauge in member.gauges
+                if (f"{member.stage}-{member.rank}", gauge.name) == (name, "pool_lent_slots")
+            )
+        )
+
     async def gives_all_back(self) -> None:
         """Until no pool has lent anything."""
         await self._says(
@@ -101,6 +115,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             tokenizers=1,
             encoders=1,
             groups=1,
+            tp_size=1,
             batch_tokens=65536,
             service_ms=0,
             quarantine_s=20.0,
@@ -125,6 +140,13 @@ def image(rows: int) -> bytes:
     with BytesIO() as file:
         Image.fromarray(pixels).save(file, "PNG")
         return file.getvalue()
+
+
+def embeddings(number: int) -> tuple[Embeddings, bytes]:
+    """An item as the adapter makes it, encoded by nobody, and what the engine reports of it."""
+    digest = np.random.default_rng(number).integers(0, 256, 32, np.uint8)
+    rows = np.broadcast_to(digest, (number % 5 + 1, 32))
+    return Embeddings({"embeddings": rows, "digest": digest}), digest.tobytes()
 
 
 def ids(rank: int, ranks: int) -> Iterator[bytes]:
@@ -194,6 +216,45 @@ async def test_b21_a_dead_scheduler_gets_its_open_requests_again(run: Callable[.
         await it.lives_again("scheduler", 0, pid)
         await results([it.submit()])
         await it.gives_all_back()
+
+
+@pytest.mark.parametrize(("groups", "tp_size"), [(1, 1), (2, 1), (1, 2)], ids=["alone", "another group", "two ranks"])
+async def test_e3_b21_a_dead_scheduler_gets_the_embeddings_of_its_open_requests_again(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, groups: int, tp_size: int
+) -> None:
+    """Embeddings that came with a request: some it has read, and of others the lease dies with it."""
+    answered: list[bytes] = []
+    take = Client._take
+
+    def counting(client: Client, door: Any, message: wire.Message) -> None:
+        if isinstance(message, wire.Result | wire.Failed | wire.Busy):
+            answered.append(message.request)
+        take(client, door, message)
+
+    monkeypatch.setattr(Client, "_take", counting)
+    async with run(encoders=2, groups=groups, tp_size=tp_size, service_ms=200, batch_tokens=60) as it:
+        [undisturbed] = await results([it.submit()])
+        answered.clear()
+        requests = [(2 * number).to_bytes(8, "big") * 2 for number in range(1, 21)]  # even ones go to the first group
+        items = [embeddings(number) for number in range(len(requests))]
+
+        def submit(number: int) -> Any:
+            parts = [items[number][0], "and", *[image(4)] * (number % 2)]
+            return it.client.submit_nowait(parts, request=requests[number], deadline_s=PATIENCE_S)
+
+        asked = [submit(number) for number in range(15)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+        await it.stop("scheduler", 0)
+        asked += [submit(number) for number in range(15, 20)]
+        await it.lends("tokenizer-0", 5)
+        pid = it.kill("scheduler", 0)
+        for number, result in enumerate(await results(asked)):
+            encoded = [undisturbed.items[0].digest] * (number % 2)
+            assert [item.digest for item in result.items] == [items[number][1], *encoded]
+            assert result.items[0].rank == -1
+        await it.lives_again("scheduler", 0, pid)
+        await it.gives_all_back()
+        assert sorted(answered) == sorted(requests), "each has one outcome"
 
 
 @pytest.mark.parametrize("tokenizers", [1, 2])

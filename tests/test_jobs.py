@@ -55,6 +55,33 @@ async def test_jobs_go_together_in_order_within_the_budget(
 
 
 @pytest.mark.parametrize(
+    ("patches", "full"),
+    [([], False), ([60], False), ([60, 41], True), ([60, 40], True), ([100], True), ([500], True), ([0, 60], False)],
+)
+async def test_a_batch_is_full_when_nobody_could_join_it(patches: list[int], full: bool) -> None:
+    jobs, over = jobs_of(waiting=[job(count) for count in patches]), asyncio.get_running_loop().create_future()
+    filling = asyncio.create_task(jobs.fills(unless=over))
+    await asyncio.sleep(0)
+    assert filling.done() == full
+    jobs.put_nowait(job(99))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert filling.done() == (full or bool(sum(patches))), "a job that has to go with another"
+    over.set_result(None)
+    async with asyncio.timeout(20):
+        await filling
+
+
+async def test_what_no_other_may_join_is_full() -> None:
+    jobs = jobs_of(waiting=[job(10), job(10, dtype="uint8")])
+    async with asyncio.timeout(20):
+        await jobs.fills(unless=asyncio.get_running_loop().create_future())
+        await jobs.take()
+        jobs.put_nowait(job(1, rows=2))
+        await jobs.fills(unless=asyncio.get_running_loop().create_future())
+
+
+@pytest.mark.parametrize(
     "odd", [dict(rows=11), dict(rows=9), dict(dtype="uint8"), dict(width=4)], ids=lambda odd: next(iter(odd))
 )
 async def test_what_is_not_of_the_others_form_does_not_come_between_them(odd: Any) -> None:

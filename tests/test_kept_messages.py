@@ -48,10 +48,14 @@ class FakeChannel:
 
 
 def fake_stage(channel: FakeChannel) -> Any:
-    """A stage without sockets: its peers take every message."""
-    peers = SimpleNamespace(hear=lambda message: True)
+    """A stage without sockets, which takes every message for news of its peers."""
     return SimpleNamespace(
-        device=None, inbox=channel, epoch=EPOCH, alone=nullcontext, peers=peers, refused=lambda problem: None
+        device=None,
+        inbox=channel,
+        epoch=EPOCH,
+        alone=nullcontext,
+        hear=lambda message: True,
+        refused=lambda problem: None,
     )
 
 
@@ -77,7 +81,7 @@ async def test_an_encoder_that_waits_keeps_no_job() -> None:
     encoder = object.__new__(Encoder)
     encoder._stage, encoder._over = fake_stage(FakeChannel()), Tombstones()
     encoder._stage.counters = SimpleNamespace(count=lambda name: None)
-    encoder._jobs = Jobs(0, 0.0, lambda job: 0)
+    encoder._cache, encoder._begun, encoder._jobs = None, [], Jobs(0, 0.0, lambda job: 0)
     frame = np.zeros(1)
     kept = weakref.ref(frame)
     long_over = wire.Encode(bytes(16), 0, EPOCH, ORIGIN, (), (), (), 0)

@@ -330,6 +330,7 @@ def test_whatever_changes_the_tensor_changes_the_hash():
             (processor(max_pixels=3136), data),
             (processor(min_pixels=28 * 28 * 16), data),
             (processor(dtype="bfloat16"), data),
+            (processor(normalisation="half"), data),
             (processor(temporal_patch_size=1), data),
             (processor(patch_size=28, merge_size=1), data),
             (processor(patch_size=7, merge_size=4), data),
@@ -364,6 +365,24 @@ def test_setting_that_does_not_change_the_tensor_does_not_change_the_hash():
 def test_bad_option_is_named(name: str, options: dict[str, object], problem: str):
     with pytest.raises(ConfigError, match=problem):
         make_processor(name, options, LIMITS)
+
+
+def test_qwen3_vl_is_a_preset_that_options_change():
+    preset = make_processor("qwen3-vl", {}, LIMITS)
+    spelled = {"patch_size": 16, "min_pixels": 65_536, "max_pixels": 16_777_216, "normalisation": "half"}
+    data = png(noise(300, 200))
+    assert written(preset, data)[1:] != written(processor(), data)[1:]
+    plan, out, digest = written(preset, data)
+    assert plan.grid == (1, 14, 20)
+    same = written(processor(**spelled), data)
+    assert (same[0], same[2]) == (plan, digest)
+    assert np.array_equal(same[1].data, out.data)
+    smaller = make_processor("qwen3-vl", {"max_pixels": 100_000, "dtype": "bfloat16"}, LIMITS).plan(
+        png(noise(600, 400))
+    )
+    assert (smaller.dtype, smaller.grid) == ("bfloat16", (1, 16, 24))
+    with pytest.raises(ConfigError, match=r"tokenizer\.options: min_pixels 65536 is above max_pixels 3136"):
+        check_processor("qwen3-vl", {"max_pixels": 3136})
 
 
 def test_users_own_processor_is_built_by_its_class():

@@ -325,3 +325,48 @@ def test_invented_is_nothing_where_all_is_recorded(tmp_path: Path) -> None:
     preparation = made(request(text="hello", images=(Image(path="a.jpg"),)), path=tmp_path / "trace.jsonl")
     photos = ["chelsea.jpg", "coffee.jpg", "rocket.jpg"]
     assert preparation.invented == Invented(photos, images_recorded=1, different_images=1, encoded_nbytes=1)
+
+
+# --- recorded bytes and conversations -----------------------------------------------------------------------------
+
+
+def test_bytes_in_a_trace_are_sent_as_they_are_and_shared() -> None:
+    data = b"\xff\xd8\xff not even a whole JPEG: what becomes of it is a result"
+    preparation = made(request(1, images=(Image(data=data),)), request(2, images=(Image(data=data), Image(data=b"x"))))
+    assert [prepared.images for prepared in preparation.requests] == [(data,), (data, b"x")]
+    assert (preparation.invented.images_recorded, preparation.invented.different_images) == (3, 2)
+
+
+def test_words_and_images_go_in_their_order() -> None:
+    images = (Image(data=b"a"), Image(data=b"b"))
+    (prepared,) = made(request(1, layout=("Compare ", 0, " and ", 1), images=images)).requests
+    assert prepared.parts(TokenSource(1000, [], 0)) == ["Compare ", b"a", " and ", b"b"]
+
+
+def test_a_new_turn_alone_gets_the_conversation_in_front() -> None:
+    """The prompt of a turn starts with the bytes of the turn before and of its answer, as in a chat."""
+    tokens = TokenSource(1000, [0, 1, 2], 0)
+    turns = [
+        request(1, text_tokens=30, session="s", continues=True, images=(Image(data=b"a"),)),
+        request(2, text_tokens=9, session="other", continues=True),
+        request(3, text="And now?", session="s", continues=True),
+        request(4, text_tokens=5, session="s", continues=True),
+        request(5, text_tokens=7, session="s"),  # a whole prompt
+    ]
+    preparation = made(*turns)
+    first, other, second, third, whole = (prepared.parts(tokens) for prepared in preparation.requests)
+    assert [len(part) for part in first] == [1, 30]
+    assert [len(part) for part in other] == [9]
+    assert second[0] == b"a"
+    assert np.array_equal(second[1], first[1])
+    assert [len(part) for part in second[2:]] == [1, len("And now?")]  # the answer has one token
+    assert [len(part) for part in third] == [1, 30, 1, 8, 1, 5]
+    assert np.array_equal(third[2], second[2])
+    assert not np.array_equal(third[2], third[4])
+    assert [len(part) for part in whole] == [7]
+    assert preparation.invented.answers == 2
+
+
+def test_turns_of_one_line_do_not_share_what_is_invented() -> None:
+    first, second = made(request(1, text_tokens=30), request(1, turn=1, text_tokens=30)).requests
+    assert not np.array_equal(first.ids, second.ids)

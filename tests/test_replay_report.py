@@ -175,6 +175,17 @@ def test_pool_use_comes_from_the_gauges() -> None:
 # --- exit status -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("strict", "status"), [(False, 0), (True, 5)])
+def test_a_degraded_run_fails_strictly_and_only_then(strict: bool, status: int) -> None:
+    trace, preparation, replay = a_run()
+    replay.interrupted = False
+    replay.outcomes = [Outcome(replay.outcomes[0].request, 0, 900 * MS, False, 901 * MS, "ok")]
+    summary = summarise(trace, preparation, replay, setup(strict=strict))
+    assert summary.run.degraded
+    assert summary.exit_status == status
+    assert "DEGRADED" in printed(summary)
+
+
 @pytest.mark.parametrize(
     ("ok", "failed", "interrupted", "error", "status"),
     [
@@ -203,7 +214,7 @@ def test_the_files_hold_one_line_for_every_row_read(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "out"
     for _ in range(2):  # the second time over the first
         write_report(folder, summary, replay.outcomes, drops_of(trace, preparation, replay), replay.start_ns)
-    assert sorted(path.name for path in folder.iterdir()) == ["results.jsonl", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["gauges.jsonl", "results.jsonl", "summary.json"]
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert sorted(row["line"] for row in rows) == list(range(1, 9))
     read = json.loads((folder / "summary.json").read_text())
@@ -225,6 +236,7 @@ def test_a_result_row_says_when_and_how() -> None:
     first = next(results(replay.outcomes, drops_of(trace, preparation, replay), replay.start_ns))
     assert first == {
         "line": 3,
+        "turn": 0,
         "id": "r3",
         "status": "ok",
         "reason": "",
@@ -236,7 +248,9 @@ def test_a_result_row_says_when_and_how() -> None:
         "latency_from_intended_ms": 11,
         "latency_from_sent_ms": 10,
         "delayed": False,
-        "images": 1,
+        "session": "",
+        "waited": False,
+        "images": {"in_trace": 0, "from_file": 0, "invented": 0},
         "prompt_tokens": 0,
         "output_tokens": 0,
         "items": [{"rank": 1, "grid": (1, 4, 6), "rows": 6, "transport": "shm", "nbytes": 900_000, "digest": "abcd"}],

@@ -72,12 +72,11 @@ class GpuDraft:
     def __init__(self, looks: int) -> None:
         self.asked, self._looks = 0, looks
 
-    def must_stage(self, column: int | None) -> bool:
+    def prepared(self, column: int | None) -> bool:
         self._looks -= bool(self.asked)
-        return column is None and self._looks > 0
-
-    def stage(self) -> None:
-        self.asked += 1
+        must_stage = column is None and self._looks > 0
+        self.asked += must_stage
+        return not must_stage
 
 
 async def test_only_what_leaves_inline_is_brought_to_the_host() -> None:
@@ -86,6 +85,25 @@ async def test_only_what_leaves_inline_is_brought_to_the_host() -> None:
     async with asyncio.timeout(DEADLINE_S):
         await stage(lambda: ways)
     assert (pooled.asked, inline.asked) == (0, 3)
+
+
+async def test_what_is_told_of_by_message_is_complete_first() -> None:
+    """All drafts are begun at once, and nobody waits for one before the next is."""
+    begun: list[int] = []
+
+    class Mailed:
+        def __init__(self, number: int, looks: int) -> None:
+            self._number, self._looks = number, looks
+
+        def prepared(self, column: int | None) -> bool:
+            begun.append(self._number)
+            self._looks -= 1
+            return self._looks < 0
+
+    ways: Any = [(Mailed(number, looks=3 - number), 0) for number in range(3)]
+    async with asyncio.timeout(DEADLINE_S):
+        await stage(lambda: ways)
+    assert begun == [0, 1, 2] * 4
 
 
 async def test_a_consumer_that_loses_its_column_meanwhile_is_seen() -> None:

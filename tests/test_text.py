@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tensorferry.codecs.errors import BadRequest, ConfigError
 from tensorferry.stages.processors import text as text_module
-from tensorferry.stages.processors.text import BUNDLED, PLACEHOLDERS, TextEncoder
+from tensorferry.stages.processors.text import BUNDLED, PLACEHOLDERS, Rows, TextEncoder
 
 START, PAD, END = 256, 257, 258
 
@@ -164,7 +164,7 @@ def test_bad_token_ids_are_named(encoder: TextEncoder, data: bytes, problem: str
 
 
 def test_prompt_of_text_and_items(encoder: TextEncoder):
-    ids, spans = encoder.assemble([encoder.encode("ab"), 3, 1, encoder.encode("c"), 2])
+    ids, spans = encoder.assemble([encoder.encode("ab"), Rows(3), Rows(1, "video"), encoder.encode("c"), Rows(2)])
     assert ids.dtype == np.int32
     assert ids.tolist() == [97, 98, START, PAD, PAD, PAD, END, START, PAD, END, 99, START, PAD, PAD, END]
     assert spans == [(3, 3), (8, 1), (12, 2)]
@@ -177,7 +177,7 @@ def test_prompt_of_nothing(encoder: TextEncoder):
 
 @given(parts=st.lists(st.one_of(st.text(max_size=9), st.integers(1, 9))))
 def test_spans_are_the_only_placeholders(encoder: TextEncoder, parts: list[str | int]):
-    ids, spans = encoder.assemble([part if isinstance(part, int) else encoder.encode(part) for part in parts])
+    ids, spans = encoder.assemble([Rows(part) if isinstance(part, int) else encoder.encode(part) for part in parts])
     assert [length for _, length in spans] == [part for part in parts if isinstance(part, int)]
     mask = np.zeros(len(ids), bool)
     for offset, length in spans:

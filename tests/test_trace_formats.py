@@ -14,7 +14,7 @@ import pytest
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.request import BrokenRow, Image, Request
 from tensorferry.pipeline.replay.trace import Trace, read_trace
-from tensorferry.pipeline.replay.values import wall_clock, wall_text
+from tensorferry.pipeline.replay.values import WallClocks, wall_clock, wall_text
 
 DATA = Path(__file__).parent / "data" / "traces"
 MS = 1_000_000
@@ -281,6 +281,14 @@ def test_counts_may_be_written_as_floats(write: Write) -> None:
         ('{"at_ms": 1, "images": [{"url": "a"}], "output_tokens": 1}', "unknown_key"),
         ('{"at_ms": 1, "images": [{"path": "http://a/b.jpg"}], "output_tokens": 1}', "bad_value"),
         ('{"at_ms": 1, "images": [{"path": "data:image/png;base64,AA"}], "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "images": [{"data": "not base64"}], "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "parts": ["a"], "text": "b", "output_tokens": 1}', "conflict"),
+        ('{"at_ms": 1, "parts": ["a"], "images": 1, "output_tokens": 1}', "conflict"),
+        ('{"at_ms": 1, "parts": "a", "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "parts": [], "output_tokens": 1}', "empty"),
+        ('{"at_ms": 1, "text_tokens": 5, "blocks": [1], "output_tokens": 1}', "missing"),
+        ('{"at_ms": 1, "text_tokens": 5, "continues": 1, "output_tokens": 1}', "bad_value"),
+        ('{"at_ms": 1, "text_tokens": 5, "think_ms": -1, "output_tokens": 1}', "negative"),
         ('{"at_ms": 1, "images": ["a.jpg"], "output_tokens": 1}', "bad_value"),
         ('{"at_ms": 1, "images": "a.jpg", "output_tokens": 1}', "not_a_number"),
         ('{"at_ms": 1, "id": [1], "text_tokens": 5, "output_tokens": 1}', "bad_value"),
@@ -362,18 +370,9 @@ def test_a_missing_or_doubled_column_is_named(write: Write) -> None:
 @pytest.mark.parametrize(
     ("first_line", "told"),
     [
-        ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", "BurstGPT"),
-        ("arrived_at,num_prefill_tokens,num_decode_tokens", "Vidur"),
         ("600,0.935,0.7622347122530804,Weibull,1.3303845222743667,1.1677856341320065", "ServeGen's statistics"),
-        ('{"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.1, "input_length": 5, "output_length": 1}', "Bailian"),
-        ('{"timestamp": "3", "input_length": 5, "output_length": 1, "hash_ids": {"a": [1]}}', "RAGPulse"),
-        ('{"captureData": {}}', "SageMaker"),
-        ('{"timestamp": 5, "event": {"schema": "dynamo.request.trace.v1"}}', "Dynamo"),
-        ('{"custom_id": "a", "body": {}}', "OpenAI batch"),
-        ('{"session_id": "a", "turns": []}', "AIPerf multi_turn"),
-        ('{"timestamp": 5, "text": "a", "image": "b"}', "AIPerf single_turn"),
-        ('{"prompt": "a", "image_files": []}', "vLLM"),
-        ('{"timestamp": 5, "text_input": "a", "output_length": 1}', "AIPerf mooncake_trace"),
+        ('{ "trace_id": "a", "spans": [', "OpenTelemetry"),
+        ('{ "data": [ { "payloads": [', "inputs.json"),
         ('[{"at_ms": 1}]', "JSON array"),
         ('{"a": 1}', "keys a"),
         ("{", "none of the first 2 lines"),
@@ -392,7 +391,9 @@ def test_nothing_to_read(write: Write, tmp_path: Path) -> None:
     assert "empty" in refusal(write("", "  "))
     assert "without a single row" in refusal(write(HEADER))
     assert "No such file" in refusal(tmp_path / "absent")
-    assert "not a regular file" in refusal(tmp_path)
+    assert "not a regular file" in refusal(Path("/dev/null"))
+    (tmp_path / "nothing").mkdir()
+    assert "without a single file" in refusal(tmp_path / "nothing")
 
 
 # --- times ---------------------------------------------------------------------------------------------------
@@ -412,6 +413,36 @@ def test_nothing_to_read(write: Write, tmp_path: Path) -> None:
 )
 def test_times_are_exact(text: str, ns: int, zoned: bool) -> None:
     assert wall_clock(text, "t") == (ns, zoned)
+
+
+def test_a_run_of_times_is_read_as_each_alone() -> None:
+    """What is remembered of the time before must not show: its minute, its zone, its number of digits."""
+    texts = [
+        "2024-10-15T12:00:00.269Z",
+        "2024-10-15T12:00:00.2690",
+        "2024-10-15T12:00:59.2Z",
+        "2024-10-15T12:00:59Z",
+        "2024-10-15T12:01:00.123456789Z",
+        "2024-10-15T12:01:00.123456789+02:00",
+        "2024-10-15T12:01:01.5+02:00",
+        "2024-10-15T12:01:01.5+03:00",
+        "2024-10-15T12:01:01.5",
+        "2024-10-15T12:01:02.25",
+        "2024-10-15 12:01:02.25",
+    ]
+    clocks = WallClocks("t")
+    for first in texts:
+        for second in texts:
+            assert clocks.read(first) == wall_clock(first, "t")
+            assert clocks.read(second) == wall_clock(second, "t")
+    for broken in (
+        "2024-10-15T12:01:60.5",
+        "2024-10-15T12:01:02.\u0663",
+        "2024-10-15T12:01:02.",
+        "2024-10-15T12:01:02.x",
+    ):
+        with pytest.raises(BrokenRow):
+            clocks.read(broken)
 
 
 def test_a_naive_time_never_meets_the_local_zone(monkeypatch: pytest.MonkeyPatch) -> None:

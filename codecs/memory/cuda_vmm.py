@@ -8,14 +8,13 @@ loop; nothing else here waits.
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 
 from tensorferry.codecs.errors import AttachRefused, FerryError
 from tensorferry.codecs.memory.cuda_device import CudaDevice
-from tensorferry.codecs.memory.cuda_driver import Driver, HandleKind
+from tensorferry.codecs.memory.cuda_driver import CudaError, Driver, HandleKind
 from tensorferry.codecs.memory.cuda_memory import CudaMemory
-from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Order
+from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Handle, Order, let_go
 from tensorferry.codecs.pool.chunks import divided
 
 CHUNK_NBYTES = 64 << 20  #: a chunk costs about 1 ms to make and hand over, whatever its size
@@ -32,11 +31,30 @@ class BudgetTooSmall(FerryError):
         return f"a pool of {self.nbytes} bytes: GPU memory comes in chunks of {self.granularity}; raise its budget_mb"
 
 
+class NoFabric(FerryError):
+    """This process cannot make FABRIC handles, and so not open them either: the memory of other nodes is out of reach.
+
+    The driver's attribute says yes all the same where it is the permission that is missing (seen on an H200).
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return (
+            f"FABRIC handles do not work here ({self.problem}): they need a GPU in a multi-node NVLink domain, the "
+            "IMEX daemon on every node of it (nvidia-imex; nvidia-imex-ctl -N shows them), and an IMEX channel in "
+            "every container (/dev/nvidia-caps-imex-channels/channel0)"
+        )
+
+
 class VmmSegment(CudaMemory):
     """Chunks of a GPU's memory that this process makes for a pool. See `memory.Growing`.
 
     Holds: addresses, until `close`; of each chunk a mapping and a descriptor, until `shrink`; a reference to the
-    context. The handle that a chunk is made with is released as soon as it is mapped.
+    context. What a chunk is made with is released as soon as it is mapped, since mapping and descriptor hold the
+    memory. A FABRIC handle is a name and holds nothing, so with those it is kept, until `shrink`, for others to find.
     """
 
     borrowed = True
@@ -48,18 +66,19 @@ class VmmSegment(CudaMemory):
         self._kind = kind
         self._space = _Space(device, nbytes, chunk_nbytes, borrowed=True)
         self.address = self._space.address
-        self._descriptors: dict[int, int] = {}
+        self._handles: dict[int, Handle] = {}
+        self._chunks: dict[int, int] = {}
 
     @classmethod
     def create(cls, nbytes: int, ordinal: int, chunk_nbytes: int, kind: HandleKind = "posix_fd") -> VmmSegment:
         """Addresses for a budget of nbytes, with nothing there. See `chunks.divided` for how it is cut.
 
-        ordinal: of the GPU, among those that this process sees. Raises NoDriver, CudaError, BudgetTooSmall.
+        ordinal: of the GPU, among those that this process sees. Raises NoDriver, CudaError, BudgetTooSmall, NoFabric.
         """
         with ExitStack() as undo:
             device = CudaDevice(Driver.load(), ordinal)
             undo.callback(device.close)
-            granularity = device.call("granularity", ordinal, kind)
+            granularity = _granularity(device, kind)
             positions, chunk_nbytes = divided(nbytes, chunk_nbytes, granularity)
             if not positions:
                 raise BudgetTooSmall(nbytes, granularity)
@@ -69,22 +88,27 @@ class VmmSegment(CudaMemory):
 
     # --- chunks
 
-    def grow(self, position: int) -> int:
+    def grow(self, position: int) -> Handle:
         device = self.device
         chunk = device.call("create_chunk", device.ordinal, self.chunk_nbytes, self._kind)
         with ExitStack() as undo:
-            undo.callback(device.call, "release_chunk", chunk)  # the mapping and the descriptor hold it from then on
+            undo.callback(device.call, "release_chunk", chunk)
             with ExitStack() as failed:
-                descriptor = device.call("export_chunk", chunk, self._kind)
-                failed.callback(os.close, descriptor)
+                handle: Handle = device.call("export_chunk", chunk, self._kind)
+                failed.callback(let_go, handle)
                 self._space.put(position, chunk)
                 failed.pop_all()
-            self._descriptors[position] = descriptor
-        return int(descriptor)
+            self._handles[position] = handle
+            if self._kind == "fabric":
+                self._chunks[position] = chunk
+                undo.pop_all()
+        return handle
 
     def shrink(self, position: int) -> None:
-        os.close(self._descriptors.pop(position))
+        let_go(self._handles.pop(position))
         self._space.take(position)
+        if position in self._chunks:
+            self.device.call("release_chunk", self._chunks.pop(position))
 
     # --- as a pool's memory
 
@@ -99,9 +123,12 @@ class VmmSegment(CudaMemory):
         with ExitStack() as undo:
             undo.callback(self.device.close)
             undo.callback(self._space.close)
-            for descriptor in self._descriptors.values():
-                undo.callback(os.close, descriptor)
-            self._descriptors.clear()
+            for chunk in self._chunks.values():
+                undo.callback(self.device.call, "release_chunk", chunk)
+            for handle in self._handles.values():
+                undo.callback(let_go, handle)
+            self._chunks.clear()
+            self._handles.clear()
 
 
 class VmmImport(CudaMemory):
@@ -122,29 +149,31 @@ class VmmImport(CudaMemory):
         self.address = self._space.address
 
     @classmethod
-    def attach(cls, gpu: GpuHandle, nbytes: int, chunk_nbytes: int, *, ordinal: int | None) -> VmmImport:
+    def attach(
+        cls, gpu: GpuHandle, nbytes: int, chunk_nbytes: int, *, ordinal: int | None, kind: HandleKind = "posix_fd"
+    ) -> VmmImport:
         """Addresses for a peer's chunks, with nothing there.
 
         ordinal: the device to have views on; None: the producer's own where this process sees it, or else this
-        thread's current one. Raises AttachRefused, NoDriver, CudaError.
+        thread's current one. Raises AttachRefused, NoDriver, CudaError, NoFabric.
         """
         with ExitStack() as undo:
             device = CudaDevice.of(Driver.load(), gpu.device, ordinal)
             undo.callback(device.close)
-            granularity = device.call("granularity", device.ordinal, "posix_fd")
+            granularity = _granularity(device, kind)
             if not chunk_nbytes or chunk_nbytes % granularity or not nbytes or nbytes % chunk_nbytes:
                 raise AttachRefused(
                     f"{nbytes} bytes in chunks of {chunk_nbytes} were announced; a chunk is a multiple of "
                     f"{granularity}, and a pool one of chunks"
                 )
-            imported = cls(device, nbytes, chunk_nbytes, gpu)
+            imported = cls(device, nbytes, chunk_nbytes, gpu, kind)
             undo.pop_all()
         return imported
 
     # --- chunks
 
-    def map(self, position: int, descriptor: int) -> None:
-        chunk = self.device.call("import_chunk", descriptor, self._kind)
+    def map(self, position: int, handle: Handle) -> None:
+        chunk = self.device.call("import_chunk", handle, self._kind)
         try:
             self._space.put(position, chunk)
         finally:
@@ -210,3 +239,23 @@ class _Space:
                 undo.callback(self.take, position)
             if self._mapped:
                 self._device.call("synchronize_context")
+
+
+def _granularity(device: CudaDevice, kind: HandleKind) -> int:
+    """What the size of a chunk is a multiple of. Raises NoFabric where FABRIC chunks cannot be made here.
+
+    That is found out by making one: before anybody is told of a pool, and before a consumer says that it can read it.
+    """
+    try:
+        granularity: int = device.call("granularity", device.ordinal, kind)
+        if kind == "fabric":
+            chunk = device.call("create_chunk", device.ordinal, granularity, kind)
+            try:
+                device.call("export_chunk", chunk, kind)
+            finally:
+                device.call("release_chunk", chunk)
+    except CudaError as problem:
+        if kind == "fabric" and not problem.sticky:
+            raise NoFabric(str(problem)) from None
+        raise
+    return granularity

@@ -7,6 +7,7 @@ are, each for the producer that made the memory and for a consumer that has it m
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 #: uint8 of one dimension: a numpy array in host memory, a torch tensor in GPU memory.
 Bytes = Any
 
+#: What a chunk can be mapped from in another process: a descriptor, or the 64 bytes of a FABRIC handle.
+Handle = int | bytes
+
 
 class GpuHandle(Wire, frozen=True):
     """Where a pool in GPU memory lies, and what opens it in another process."""
@@ -28,6 +32,12 @@ class GpuHandle(Wire, frozen=True):
     device: Annotated[bytes, Meta(min_length=16, max_length=16)]  #: UUID of the GPU or of the MIG instance
     #: cuIpcMemHandle_t; empty for an elastic pool, whose chunks are handed over one by one.
     handle: Annotated[bytes, Meta(max_length=64)]
+
+
+def let_go(handle: Handle | None) -> None:
+    """Close a descriptor. A FABRIC handle is a name, and holds nothing."""
+    if isinstance(handle, int):
+        os.close(handle)
 
 
 class Arrival(Protocol):
@@ -106,8 +116,8 @@ class Growing(Memory, Protocol):
 
     chunk_nbytes: int
 
-    def grow(self, position: int) -> int:
-        """Map a new chunk; its descriptor, which stays the memory's. Raises FerryError, having left nothing."""
+    def grow(self, position: int) -> Handle:
+        """Map a new chunk; its handle, which stays the memory's. Raises FerryError, having left nothing."""
 
     def shrink(self, position: int) -> None:
         """Unmap a chunk and give it up. Nothing may be queued on it: this never waits."""
@@ -116,8 +126,8 @@ class Growing(Memory, Protocol):
 class Arriving(Memory, Protocol):
     """The same as a consumer has it."""
 
-    def map(self, position: int, descriptor: int) -> None:
-        """Map the chunk of a descriptor, which stays the caller's. Raises FerryError, having left nothing."""
+    def map(self, position: int, handle: Handle) -> None:
+        """Map the chunk of a handle, which stays the caller's. Raises FerryError, having left nothing."""
 
     def unmap(self, position: int) -> None:
         """Nothing may be queued on it: this never waits."""

@@ -12,7 +12,7 @@ The pool's address space is cut into *positions*, one chunk each. A position is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tensorferry.codecs.pool.ledger import Words
@@ -162,6 +162,13 @@ class Chunks:
         """What a consumer says: of each position, the last serial of which it holds nothing any more."""
         for position, chunk in list(self._retiring.items()):
             if words[position] == chunk.serial:
+                chunk.owed.discard(column)
+                self._settle(position)
+
+    def let_go(self, column: int, serials: Collection[int]) -> None:
+        """The same, of chunks by their serials."""
+        for position, chunk in list(self._retiring.items()):
+            if chunk.serial in serials:
                 chunk.owed.discard(column)
                 self._settle(position)
 

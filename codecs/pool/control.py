@@ -137,6 +137,14 @@ class ControlPage(Page):
         fence()
         return serial
 
+    def is_over(self, position: int, serial: int) -> bool:
+        """Whether a chunk whose word was stored before it was handed over is retired."""
+        return self.chunk(position) != serial
+
+    def retired(self) -> tuple[()]:
+        """The words say it all."""
+        return ()
+
     def lease_words(self) -> Words:
         """The latest generation of every slot; the producer's own, so nothing is to be ordered."""
         return self._arrays[0]

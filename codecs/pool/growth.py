@@ -5,24 +5,25 @@ the thread keeps a *spare*, free space of at least one chunk, and works whenever
 in the line of every consumer before anything is lent there, so a proxy never finds it missing.
 
 A chunk is given back only when no lease touches it. A lease ends after its `ready` and its acknowledgements were seen
-on the host, so nobody has work queued on such a chunk.
+on the host, or have come, so nobody has work queued on such a chunk.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from tensorferry.codecs.errors import FerryError, LeaseError
 from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_driver import context_is_lost
-from tensorferry.codecs.memory.memory import Growing
+from tensorferry.codecs.memory.memory import Growing, Handle
 from tensorferry.codecs.pool.chunks import Chunks
 from tensorferry.codecs.pool.control import AckPage, ControlPage
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.line import Sender
+from tensorferry.codecs.pool.mail import ChunkMail
 
 FIRST_S = 10.0  #: at most, for the first spare, which takes a few milliseconds
 ASK_AGAIN_S = 0.002  #: by somebody who waits: others may have asked since, or taken what came
@@ -36,9 +37,9 @@ class Holder(Protocol):
     """As much of a consumer as this needs."""
 
     @property
-    def page(self) -> AckPage: ...
+    def page(self) -> AckPage | None: ...
     @property
-    def line(self) -> Sender | None: ...
+    def line(self) -> Sender | ChunkMail | None: ...
 
 
 class Growth:
@@ -60,7 +61,7 @@ class Growth:
         self.grown = self.retired = self.refused = 0
         self._memory, self._ledger, self._control, self._consumers = memory, ledger, control, consumers
         self._lock, self._reclaim, self._idle_ns = lock, reclaim, int(idle_s * 1e9)
-        self._descriptors: dict[int, int] = {}  # of mapped chunks, by position; the memory's
+        self._handles: dict[int, Handle] = {}  # of mapped chunks, by position; the memory's
         self.wanted: Sequence[int] = ()  #: sizes that found no room
         self._not_before_ns = 0  # when the spare is looked for again
         self._refused_until_ns = 0
@@ -129,8 +130,16 @@ class Growth:
 
     def foreign(self, column: int) -> int:
         """How many words of a consumer name a chunk that there never was."""
-        words = self._consumers[column].page.dropped_words()
-        return int((words > self.chunks.last_serial).sum())
+        page = self._consumers[column].page
+        return 0 if page is None else int((page.dropped_words() > self.chunks.last_serial).sum())
+
+    def answered(self, column: int, mail: ChunkMail, taken: Collection[int], dropped: Collection[int]) -> int:
+        """What a consumer says by message of chunks; how many of them there never were: then nothing is believed."""
+        foreign = sum(serial > self.chunks.last_serial for serial in (*taken, *dropped))
+        if not foreign:
+            mail.answered(taken, dropped)
+            self.chunks.let_go(column, dropped)
+        return foreign
 
     # --- for others
 
@@ -184,7 +193,7 @@ class Growth:
                 return False
             self.chunks.begin(position)
         try:
-            descriptor = self._memory.grow(position)
+            handle = self._memory.grow(position)
         except FerryError as problem:
             with self._lock():
                 self.chunks.failed(position)
@@ -195,7 +204,7 @@ class Growth:
             return False
         with self._lock():
             serial = self.chunks.came(position, time.monotonic_ns())
-            self._descriptors[position] = descriptor
+            self._handles[position] = handle
             self._control.set_chunk(position, serial)  # before it is sent: what is in no word is taken for retired
             for column in self._consumers:
                 self._send(column, position)
@@ -212,9 +221,10 @@ class Growth:
                 position = None if self._ended else self._surplus()
                 if position is None:
                     return
+                self._tell_retired(position)
                 self.chunks.retire(position)
                 self._control.set_chunk(position, 0)
-                del self._descriptors[position]
+                del self._handles[position]
             self._memory.shrink(position)
             with self._lock():
                 self.chunks.unmapped(position)
@@ -236,16 +246,21 @@ class Growth:
         """See what consumers have dropped. One that is quarantined is not believed."""
         if self.chunks.retiring_nbytes:
             for column, consumer in self._consumers.items():
-                if column not in self._ledger.quarantined:
+                if consumer.page is not None and column not in self._ledger.quarantined:
                     self.chunks.dropped(column, consumer.page.dropped_words())
 
     def _send(self, column: int, position: int) -> bool:
         line = self._consumers[column].line
-        if line is None or not line.send(self.chunks.serial(position), position, self._descriptors[position]):
+        if line is None or not line.send(self.chunks.serial(position), position, self._handles[position]):
             self._unsent |= line is not None and not line.is_shut
             return False
         self.chunks.sent(position, column)
         return True
+
+    def _tell_retired(self, position: int) -> None:
+        for column, consumer in self._consumers.items():
+            if isinstance(consumer.line, ChunkMail) and self.chunks.is_sent(position, column):
+                consumer.line.retire(self.chunks.serial(position), position)
 
     def _send_again(self) -> None:
         if self._unsent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
-from tensorferry.codecs.errors import LeaseError
+from tensorferry.codecs.errors import LeaseError, LeaseNotReady
 from tensorferry.codecs.memory.memory import Bytes, Order
 from tensorferry.codecs.pool.ledger import Grant
 
@@ -55,7 +55,8 @@ class Lease:
             self._publish()
 
     def poison(self) -> None:
-        """The bytes will never be valid; consumers that were told get an error instead of a value.
+        """The bytes will never be valid; consumers that were told get an error instead of a value, and those that are
+        told by message are not told any more.
 
         Raises LeaseError when the lease has ended, PoolClosed.
         """
@@ -64,11 +65,25 @@ class Lease:
             self._pool._ledger.check_lent(self.grant)
             self._pool._control.set_poison(self.grant.slot, self.grant.generation)
 
+    def prepared(self, column: int) -> bool:
+        """Whether `dispatch` to this consumer would go now. Of one that is told by message the bytes must be in memory
+        first: then this publishes them, and is True once the host has seen that they are. Nobody waits: look again.
+
+        Raises PoolClosed; StreamCapturing.
+        """
+        with self._pool._lock():
+            self._pool._check_open()
+            if not self._pool._needs_complete(column):
+                return True
+            self._publish()
+            return self._is_complete()
+
     def dispatch(self, columns: Iterable[int]) -> None:
         """These consumers are about to be sent a proxy; call it before the send.
 
         Raises LeaseError, also for a consumer that was written off or quarantined, or told already: if a second send to
-        it failed, `retract` would take back the first. PoolClosed.
+        it failed, `retract` would take back the first. LeaseNotReady for a consumer that is told by message, while the
+        bytes are not in memory: see `prepared`. PoolClosed.
         """
         columns = tuple(columns)
         with self._pool._lock():
@@ -81,6 +96,8 @@ class Lease:
                 if self._pool._growth is not None and column in self._pool._consumers:
                     self._pool._growth.check_sent(column, self.grant)
             self._publish()
+            if self._pool.mail is not None and any(map(self._pool._needs_complete, columns)):
+                self._check_complete()
             self._pool._ledger.dispatch(self.grant, columns)
             self._told.update(columns)
 
@@ -96,6 +113,17 @@ class Lease:
             self.order.store(control, control.READY, self.grant.slot, self.grant.generation)
             self._pool._published[self.grant.slot] = self.grant.generation
             self._published = True
+
+    def _is_complete(self) -> bool:
+        control = self._pool._control
+        return control.look(self.grant.slot)[control.READY] == self.grant.generation
+
+    def _check_complete(self) -> None:
+        slot, generation = self.grant[:2]
+        if self._pool._control.look(slot)[self._pool._control.POISON] == generation:
+            raise LeaseError(slot, generation, "is poisoned, which cannot be told by message")
+        if not self._is_complete():
+            raise LeaseNotReady(slot, generation, "is not complete yet: dispatch it to this consumer once `prepared`")
 
     def _settle(self) -> None:
         self.data = None

@@ -14,6 +14,7 @@ import struct
 from typing import NamedTuple
 
 from tensorferry.codecs.errors import AttachRefused
+from tensorferry.codecs.memory.memory import Handle
 
 _PACKET = struct.Struct("<II")
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -23,7 +24,7 @@ _TAKE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 class Arrived(NamedTuple):
     serial: int
     position: int
-    descriptor: int  #: the receiver's to close; -1: this process could not take another one
+    handle: Handle | None  #: a descriptor is the receiver's to close; None: this process could not take another one
 
 
 class Sender:
@@ -41,10 +42,11 @@ class Sender:
             raise AttachRefused("the last descriptor is not a line: no UNIX SEQPACKET socket")
         self.is_shut = False  #: whether the other end takes nothing any more, for good
 
-    def send(self, serial: int, position: int, descriptor: int) -> bool:
-        """Pass a chunk on; the descriptor stays the caller's. False: it did not go: the line is shut, or so full of
+    def send(self, serial: int, position: int, handle: Handle) -> bool:
+        """Pass a chunk on; its descriptor stays the caller's. False: it did not go: the line is shut, or so full of
         what the other end has not taken that there is no room."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        assert isinstance(handle, int), "a line is for descriptors"
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
         try:
             self._socket.sendmsg([_PACKET.pack(serial, position)], rights, _SEND)
         except ConnectionError:  # EPIPE, ECONNRESET
@@ -78,7 +80,7 @@ class Receiver:
                 fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
             if len(data) == _PACKET.size:
                 serial, position = _PACKET.unpack(data)
-                return Arrived(serial, position, fds[0] if fds else -1)
+                return Arrived(serial, position, fds[0] if fds else None)
             for fd in fds:
                 os.close(fd)
             if not data:

@@ -1,23 +1,45 @@
 """A consumer's side of an elastic pool: chunks are mapped when something lies in them, and dropped when retired.
 
 Which chunk may be used at a position is a word of the producer's, and its descriptor is in the line before any proxy
-that needs it. While this process has a lease that it has not acknowledged, no chunk that the lease touches is retired,
-so its words stand still from the look at `lease` to the last read: a mapping that matches the word is the right one,
-and one that does not is never used.
+that needs it. Without shared pages it is a message, which a proxy may overtake, and is waited for (see `mail.py`).
+While this process has a lease that it has not acknowledged, no chunk that the lease touches is retired, so what was
+said of them stands still from the look at `lease` to the last read: a mapping that matches it is the right one, and one
+that does not is never used.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 from tensorferry.codecs.errors import StaleLease
-from tensorferry.codecs.memory.memory import Arriving
+from tensorferry.codecs.memory.memory import Arriving, Handle, let_go
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.chunks import span
-from tensorferry.codecs.pool.control import AckPage, ControlPage
-from tensorferry.codecs.pool.line import Receiver
+from tensorferry.codecs.pool.control import AckPage
+from tensorferry.codecs.pool.line import Arrived
+
+
+class Notices(Protocol):
+    """What the producer says of its chunks: its control page, or its mail."""
+
+    def chunk(self, position: int) -> int:
+        """The serial of the chunk that may be used at a position, 0: none."""
+
+    def is_over(self, position: int, serial: int) -> bool:
+        """Whether a chunk that was handed over takes no more leases."""
+
+    def retired(self) -> Sequence[tuple[int, int]]:
+        """Position and serial of the chunks that it asks to be dropped, and that may never have come here."""
+
+
+class Line(Protocol):
+    """Where chunks come from: a `line.Receiver`, or the producer's mail."""
+
+    def receive(self) -> Arrived | None: ...
+    def shut(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Mapping:
@@ -26,19 +48,19 @@ class Mapping:
     def __init__(
         self,
         memory: Arriving,
-        control: ControlPage,
+        notices: Notices,
         acks: AckPage,
-        line: Receiver,
+        line: Line,
         chunk_nbytes: int,
         acknowledged: Sequence[int],
     ) -> None:
         """Takes over the line; the rest is the reader's, and outlives this.
 
         acknowledged: of each slot, the last generation that this process has given back; its word may be on its way."""
-        self._memory, self._control, self._acks, self._line = memory, control, acks, line
+        self._memory, self._notices, self._acks, self._line = memory, notices, acks, line
         self._chunk_nbytes, self._acknowledged = chunk_nbytes, acknowledged
         self._mapped: dict[int, int] = {}  # position -> serial
-        self._arrived: dict[int, tuple[int, int]] = {}  # position -> (serial, descriptor), not mapped yet
+        self._arrived: dict[int, tuple[int, Handle]] = {}  # position -> serial and handle, not mapped yet
         self._read: dict[int, dict[int, int]] = {}  # position -> slot -> last generation that was read there
         self._closed = False
         self._lock = threading.Lock()
@@ -48,27 +70,36 @@ class Mapping:
         what the memory raises."""
         with self._lock:
             for position in span(proxy.offset, nbytes, self._chunk_nbytes):
-                serial = self._control.chunk(position)
+                serial = self._notices.chunk(position)
                 if self._mapped.get(position) != serial or not serial:
                     self._map(position, serial, proxy)
                 self._read.setdefault(position, {})[proxy.slot] = proxy.generation
+
+    def has_come(self, proxy: Proxy, nbytes: int) -> bool:
+        """Whether all chunks of a living lease are here, mapped or not."""
+        with self._lock:
+            return all(self._is_here(position) for position in span(proxy.offset, nbytes, self._chunk_nbytes))
 
     def upkeep(self) -> None:
         """Drop what was retired, and map what has come, ahead of need."""
         with self._lock:
             if self._closed:
                 return
+            retired = self._notices.retired()  # before the line is emptied: whatever it asks about is in there
             self._receive()
+            for position, asked in retired:
+                if asked not in (self._mapped.get(position), self._arrived.get(position, (0, 0))[0]):
+                    self._acks.drop(position, asked)
             arrived, mapped = list(self._arrived), list(self._mapped)
         for position in mapped:
             with self._lock:
                 serial = self._mapped.get(position)
-                if serial is not None and self._control.chunk(position) != serial and self._has_landed(position):
+                if serial is not None and self._notices.is_over(position, serial) and self._has_landed(position):
                     self._drop(position)
         for position in arrived:
             with self._lock:
                 if position in self._arrived:
-                    self._take(position)
+                    self._look_at(position)
 
     def close(self) -> None:
         """Give everything up, and say so. Nothing may be open; waits for the device."""
@@ -88,6 +119,12 @@ class Mapping:
 
     # --- under the lock
 
+    def _is_here(self, position: int) -> bool:
+        serial = self._notices.chunk(position)
+        if serial and self._mapped.get(position) != serial and self._arrived.get(position, (0, 0))[0] != serial:
+            self._receive()
+        return bool(serial) and serial in (self._mapped.get(position), self._arrived.get(position, (0, 0))[0])
+
     def _map(self, position: int, serial: int, proxy: Proxy) -> None:
         """Map the chunk of this serial, which should be in the line."""
         if not serial:
@@ -104,30 +141,37 @@ class Mapping:
     def _receive(self) -> None:
         """Empty the line."""
         while (chunk := self._line.receive()) is not None:
-            serial, position, descriptor = chunk
+            serial, position, handle = chunk
             known = position in self._arrived or position in self._mapped
             if not known and position * self._chunk_nbytes < self._memory.nbytes:
-                if descriptor >= 0:
-                    self._arrived[position] = serial, descriptor
+                if handle is not None:
+                    self._arrived[position] = serial, handle
                 else:
                     self._acks.drop(position, serial)
-            elif descriptor >= 0:
-                os.close(descriptor)  # no producer that keeps the protocol sends this: the last one is not dropped yet
+            else:  # no producer that keeps the protocol sends this: the last one is not dropped yet
+                let_go(handle)
 
     def _take(self, position: int) -> None:
         """Map a chunk that has come, or drop it if it was retired meanwhile. If it cannot be mapped, it stays."""
-        serial, descriptor = self._arrived[position]
-        if self._control.chunk(position) != serial:
+        serial, handle = self._arrived[position]
+        if self._notices.is_over(position, serial):
             self._refuse(position)
             return
-        self._memory.map(position, descriptor)
+        self._memory.map(position, handle)
         del self._arrived[position]
-        os.close(descriptor)
+        let_go(handle)
         self._mapped[position] = serial
 
+    def _look_at(self, position: int) -> None:
+        """Map ahead of need what a descriptor keeps. A FABRIC handle is a name: its chunk may be gone before we hear of
+        it, unless we have a lease there. So of those only what is retired is given up."""
+        serial, handle = self._arrived[position]
+        if isinstance(handle, int) or self._notices.is_over(position, serial):
+            self._take(position)
+
     def _refuse(self, position: int) -> None:
-        serial, descriptor = self._arrived.pop(position)
-        os.close(descriptor)
+        serial, handle = self._arrived.pop(position)
+        let_go(handle)
         self._acks.drop(position, serial)
 
     def _has_landed(self, position: int) -> bool:

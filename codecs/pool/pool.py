@@ -12,25 +12,27 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Literal, NamedTuple, get_args
+from contextlib import ExitStack, suppress
+from typing import Literal, get_args
 
 import numpy as np
 
-from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull
+from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull, StaleLease
 from tensorferry.codecs.locking import Lock
+from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.cuda_vmm import CHUNK_NBYTES, VmmSegment
 from tensorferry.codecs.memory.host import HostSegment
-from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Growing, Memory, Order
+from tensorferry.codecs.memory.memory import Bytes, Growing, Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
-from tensorferry.codecs.messages import Nonce, PoolDescription, Wire
-from tensorferry.codecs.pidfd import check_pidfd, is_dead
-from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
+from tensorferry.codecs.messages import Confirmed, PoolDescription, Released
+from tensorferry.codecs.pool.consumer import Consumer, close_all
+from tensorferry.codecs.pool.control import ControlPage, await_stores
+from tensorferry.codecs.pool.export import Attachment, Export, positions_of
 from tensorferry.codecs.pool.growth import Growth
 from tensorferry.codecs.pool.lease import Lease
 from tensorferry.codecs.pool.ledger import Grant, Ledger
-from tensorferry.codecs.pool.line import Sender
+from tensorferry.codecs.pool.mail import ChunkMail, Letter
 from tensorferry.codecs.pool.statistics import PoolStatistics
 
 NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
@@ -38,21 +40,6 @@ PoolMemory = Literal["host", "cuda_ipc", "cuda_vmm"]
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
 IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, unless they are told otherwise
 WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
-
-
-class Export(Wire, frozen=True):
-    """What a consumer is given of a pool, beside the descriptors of its memory, control page and process."""
-
-    description: PoolDescription
-    producer: Nonce
-    gpu: GpuHandle | None = None  #: instead of a descriptor of the memory
-
-
-class Attachment(Wire, frozen=True):
-    """What a consumer gives back, beside the descriptors of its ack page and process."""
-
-    pool: Nonce
-    consumer: Nonce
 
 
 class Pool:
@@ -66,15 +53,17 @@ class Pool:
         producer: int,
         *,
         growing: Growing | None = None,
+        mail: HandleKind | None = None,
         idle_s: float = IDLE_S,
         grow_wait_s: float = GROW_WAIT_S,
     ) -> None:
-        """growing: the segment, if its memory comes in chunks."""
+        """growing: the segment, if its memory comes in chunks. mail: see `Export`."""
         self.description = description
-        self.producer = producer
+        self.producer, self.mail = producer, mail
+        self._distrusted: list[int] = []  # quarantined for what they wrote, and not reported by `check_words` yet
         self._segment, self._control = segment, control
         self._ledger = Ledger(0 if growing else description.nbytes, description.slots)
-        self._consumers: dict[int, _Consumer] = {}
+        self._consumers: dict[int, Consumer] = {}
         self._lock = Lock()
         self._closed = False
         self._growth_waits = 0
@@ -101,6 +90,7 @@ class Pool:
         chunk_nbytes: int = CHUNK_NBYTES,
         idle_s: float = IDLE_S,
         grow_wait_s: float = GROW_WAIT_S,
+        mail: HandleKind | None = None,
     ) -> Pool:
         """A pool of host memory, populated: nothing faults afterwards. Or of GPU memory, allocated. Or *elastic*
         (cuda_vmm): of so much GPU memory at most, in chunks that come with demand and go when they are idle.
@@ -110,16 +100,20 @@ class Pool:
         by default; go_on: called again and again while host memory is made, which can take seconds, and may raise to
         give it up. Of elastic pools: chunk_nbytes: at most, see `chunks.divided`; idle_s: after so long without a lease
         a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for a
-        chunk at most. Raises ValueError, NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall.
+        chunk at most; mail: share no pages with consumers, who then acknowledge by message (see `hear` and `letters`),
+        and hand chunks over by POSIX file descriptor or, across nodes, FABRIC handle. Raises ValueError, NoMemory;
+        where a GPU is used NoDriver or CudaError; BudgetTooSmall, NoFabric.
         """
         if memory not in get_args(PoolMemory):
             raise ValueError(f"memory={memory!r}: a pool lies in one of {', '.join(get_args(PoolMemory))}")
+        if mail is not None and memory != "cuda_vmm":
+            raise ValueError(f"mail={mail!r} with memory={memory!r}: only cuda_vmm is acknowledged by message")
         producer, pool = producer or new_nonce(), new_nonce()
         with ExitStack() as undo:
             segment: Memory
             growing: VmmSegment | None = None
             if memory == "cuda_vmm":
-                segment = growing = VmmSegment.create(nbytes, device or 0, chunk_nbytes)
+                segment = growing = VmmSegment.create(nbytes, device or 0, chunk_nbytes, mail or "posix_fd")
             elif memory == "cuda_ipc":
                 segment = CudaSegment.create(nbytes, device or 0)
             elif device is not None:
@@ -132,7 +126,8 @@ class Pool:
             undo.callback(control.close)
             segment.adopt(control)
             undo.pop_all()
-        return cls(segment, control, description, producer, growing=growing, idle_s=idle_s, grow_wait_s=grow_wait_s)
+        times = {"idle_s": idle_s, "grow_wait_s": grow_wait_s}
+        return cls(segment, control, description, producer, growing=growing, mail=mail, **times)
 
     def __enter__(self) -> Pool:
         return self
@@ -146,52 +141,45 @@ class Pool:
         """What `Reader.attach` needs: a description, and descriptors to send with SCM_RIGHTS.
 
         The caller owns the descriptors (memory if it is the host's, control page, this process) and closes them once
-        they are sent. Raises PoolClosed.
+        they are sent. With `mail` there is no control page, and across nodes nothing is to be sent. Raises PoolClosed.
         """
         with self._lock(), ExitStack() as undo:
             self._check_open()
             fds = self._segment.descriptors()
-            undo.callback(_close_all, fds)  # the list as it is then
-            fds.append(os.dup(self._control.segment.fd))
+            undo.callback(close_all, fds)  # the list as it is then
+            if self.mail is None:
+                fds.append(os.dup(self._control.segment.fd))
             fds.append(os.pidfd_open(os.getpid()))
             undo.pop_all()
-        return Export(self.description, self.producer, self._segment.handle()), fds
+        return Export(self.description, self.producer, self._segment.handle(), self.mail), fds
 
     def admit(self, attachment: Attachment, fds: Sequence[int]) -> int:
         """Take a consumer's ack page and process descriptors, which are this pool's from now on.
 
-        Of an elastic pool, its end of the line too; the chunks that there are, are in it when this returns. Returns the
-        consumer's column. Raises AttachRefused.
+        Of an elastic pool, its end of the line too; the chunks that there are, are in it when this returns. With `mail`
+        there is no ack page, and a line only for descriptors; from another node nothing comes, and whoever knows of the
+        consumer's death must `strike` it. Returns the consumer's column. Raises AttachRefused.
         """
-        description, fds = self.description, list(fds)
+        if self.mail is None:
+            consumer = Consumer.local(self.description, attachment, fds)
+        else:
+            consumer = Consumer.by_mail(self.description, self.mail, attachment, fds)
         with ExitStack() as undo:
-            undo.callback(_close_all, fds)  # the list as it is then
-            needed = 2 if self._growth is None else 3
-            if len(fds) != needed or attachment.pool != description.pool:
-                raise AttachRefused(
-                    f"{len(fds)} descriptors for pool {attachment.pool}; {needed} for pool {description.pool} are "
-                    "needed"
-                )
-            check_pidfd(fds[1])
-            positions = positions_of(description)
-            page = AckPage.attach(fds[0], description.slots, attachment.pool, attachment.consumer, positions)
-            undo.callback(page.close)
-            line = None
-            if self._growth is not None:
-                line = Sender(fds.pop())
-                undo.callback(line.close)
+            undo.callback(consumer.close)
             with self._lock():
                 self._check_open()
+                if self.mail and any(other.epoch == consumer.epoch for other in self._consumers.values()):
+                    raise AttachRefused(f"consumer {consumer.epoch} has a column already: its mail would be two's")
                 column = self._ledger.admit()
-                self._consumers[column] = _Consumer(attachment.consumer, page, fds[1], line)
+                self._consumers[column] = consumer
                 if self._growth is not None:
                     self._growth.admitted(column)
             undo.pop_all()
-        os.close(fds[0])
         return column
 
     def strike(self, column: int) -> None:
-        """Write off a consumer that is proven dead; its leases need it no more.
+        """Write off a consumer that is proven dead; its leases need it no more. Of one on another node the proof is the
+        word of that node's supervisor, which has seen its process end.
 
         No-op for one that the pool has found dead by itself, as it does when it is short of space.
         """
@@ -216,16 +204,47 @@ class Pool:
             if self._closed:
                 return []
             lent = self._control.lease_words()
-            found = []
             for column in sorted(self._consumers.keys() - self._ledger.quarantined):
-                foreign = int(np.count_nonzero(self._consumers[column].page.words() > lent))
+                page = self._consumers[column].page
+                foreign = 0 if page is None else int(np.count_nonzero(page.words() > lent))
                 if self._growth is not None:
                     foreign += self._growth.foreign(column)
-                if foreign:
-                    self._foreign_words += foreign
-                    self._ledger.quarantine(column)
-                    found.append(column)
+                self._distrust(column, foreign)
+            found, self._distrusted = self._distrusted, []
             return found
+
+    # --- by message
+
+    def letters(self) -> list[Letter]:
+        """What consumers are to be told of chunks now, for the caller to send: again, until they have answered."""
+        now = time.monotonic()
+        with self._lock():
+            mails = [consumer.line for consumer in self._consumers.values() if isinstance(consumer.line, ChunkMail)]
+            return [letter for mail in mails for letter in mail.due(now)]
+
+    def hear(self, message: Released) -> Letter | None:
+        """Book what a consumer says by message; the answer to it, for the caller to send.
+
+        However often it comes, and in whatever order: what is booked already changes nothing. None from one that has no
+        column (it is dead, or of another life), and from one that is not believed: it is quarantined here, as by
+        `check_words`, for acknowledging what nobody was ever lent.
+        """
+        with self._lock():
+            column = self._corresponding(message)
+            if self._closed or column is None or column in self._ledger.quarantined:
+                return None
+            mail, growth, lent = self._consumers[column].line, self._growth, self._control.lease_words()
+            assert isinstance(mail, ChunkMail)
+            assert growth is not None
+            foreign = sum(slot >= len(lent) or generation > lent[slot] for slot, generation in message.leases)
+            foreign = foreign or growth.answered(column, mail, message.taken, message.dropped)
+            if self._distrust(column, foreign):
+                return None
+            for slot, generation in message.leases:
+                with suppress(StaleLease):  # it was booked before
+                    self._ledger.acknowledge(slot, generation, column)
+            epoch = message.consumer
+            return Letter(epoch, Confirmed(message.pool, epoch, message.leases)) if message.leases else None
 
     # --- leases
 
@@ -360,6 +379,26 @@ class Pool:
         if self._closed:
             raise PoolClosed
 
+    def _corresponding(self, message: Released) -> int | None:
+        """The column of a consumer that acknowledges by message."""
+        for column, consumer in self._consumers.items():
+            if consumer.epoch == message.consumer and message.pool == self.description.pool and consumer.page is None:
+                return column
+        return None
+
+    def _distrust(self, column: int, foreign: int) -> bool:
+        """Quarantine a consumer for so many words of what there never was; False: there are none."""
+        if foreign:
+            self._foreign_words += foreign
+            self._ledger.quarantine(column)
+            self._distrusted.append(column)
+        return bool(foreign)
+
+    def _needs_complete(self, column: int) -> bool:
+        """Whether a consumer is told of bytes that are complete, and of no others: it cannot see `ready`."""
+        consumer = self._consumers.get(column)
+        return consumer is not None and consumer.page is None
+
     def _lend_now(self, nbytes: int) -> Grant:
         self._check_open()
         if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
@@ -390,7 +429,8 @@ class Pool:
     def _reclaim(self) -> int:
         if self._closed:
             return 0
-        acks = {column: consumer.page.words() for column, consumer in self._consumers.items()}
+        consumers = self._consumers.items()
+        acks = {column: consumer.page.words() for column, consumer in consumers if consumer.page is not None}
         ended = self._ledger.reclaim(self._control.ready_words(), acks, RECLAIM_AT_ONCE)
         if ended:
             now_ns = time.monotonic_ns()
@@ -405,35 +445,18 @@ class Pool:
     def _strike(self, column: int) -> None:
         consumer = self._consumers.pop(column)
         self._ledger.strike(column)
-        consumer.page.close()
-        os.close(consumer.pidfd)
-        if self._growth is not None and consumer.line is not None:
+        if column in self._distrusted:
+            self._distrusted.remove(column)
+        if self._growth is not None:
             self._growth.struck(column)
-            consumer.line.close()
+        consumer.close()
 
     def _strike_dead(self) -> list[int]:
-        dead = [column for column, consumer in self._consumers.items() if is_dead(consumer.pidfd)]
+        dead = [column for column, consumer in self._consumers.items() if consumer.is_dead]
         for column in dead:
             self._strike(column)
         self._struck += len(dead)
         return dead
-
-
-class _Consumer(NamedTuple):
-    epoch: int
-    page: AckPage
-    pidfd: int
-    line: Sender | None = None  #: to consumers of an elastic pool
-
-
-def positions_of(description: PoolDescription) -> int:
-    """How many chunks a pool can have; 0: its memory does not come in chunks."""
-    return description.nbytes // description.chunk_nbytes if description.chunk_nbytes else 0
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def new_nonce() -> int:

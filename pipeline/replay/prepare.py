@@ -6,10 +6,11 @@ own schedule. Equal images are made once and shared.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -19,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import FerryError
+from tensorferry.pipeline.replay.image_models import ImageModel
 from tensorferry.pipeline.replay.photos import Photo, PhotoError, names
+from tensorferry.pipeline.replay.recording import NAMED_PER_REASON
 from tensorferry.pipeline.replay.request import MAX_PIXELS, Drop, Image, Request
 from tensorferry.pipeline.replay.seeds import choose
 from tensorferry.pipeline.replay.sizes import SizeModel
 from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import NAMED_PER_REASON, Trace
+from tensorferry.pipeline.replay.trace import Trace
 
 #: Pixels of different invented images: about two seconds of two cores. Above it fewer photos share the work,
 #: down to one for each size; sizes are never changed.
@@ -65,7 +68,8 @@ class Invented(msgspec.Struct):
     """What the trace did not say and the replay made up; the report prints it."""
 
     photos: list[str]
-    images_recorded: int = 0  #: bytes from files the trace names
+    image_model: str = ""  #: what images of modelled size are like, if there are any
+    images_recorded: int = 0  #: bytes in the trace, or from files it names
     images_of_given_size: int = 0  #: size recorded, picture invented
     images_of_given_tokens: int = 0  #: tokens recorded, size chosen to match, picture invented
     images_off_their_tokens: int = 0  #: of those, how many the processor cannot match exactly
@@ -73,6 +77,7 @@ class Invented(msgspec.Struct):
     different_images: int = 0  #: different contents among all of the above
     encoded_nbytes: int = 0  #: of those different images together
     prompts: int = 0  #: requests whose token ids are invented (their number was recorded)
+    answers: int = 0  #: requests before which the answers of earlier turns stand, whose token ids are invented
     prompts_without_text: int = 0  #: images took all of the recorded context, so no tokens are left for text
 
 
@@ -83,12 +88,35 @@ class Prepared(msgspec.Struct, frozen=True):
     images: tuple[bytes, ...]
     text_tokens: int  #: to invent; 0 where there is none, or where `request.text` is sent
     ids: npt.NDArray[np.int32] | None
+    before: tuple[Prepared, ...] = ()  #: the turns whose prompts and answers stand in front of it, oldest first
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to make when it is sent."""
+        return not self.before and (self.ids is not None or not self.text_tokens)
+
+    @property
+    def all_images(self) -> list[Image]:
+        """As the trace knows them, those of the conversation so far included."""
+        return [image for prepared in (*self.before, self) for image in prepared.request.images]
 
     def parts(self, tokens: TokenSource) -> list[Part]:
-        """Images in their order, then the text."""
-        parts: list[Part] = list(self.images)
-        if self.request.text is not None:
-            parts.append(self.request.text)
+        """What is sent: the conversation so far, then its own words and images as they follow each other."""
+        parts: list[Part] = []
+        for earlier in self.before:
+            parts += earlier.own(tokens)
+            if earlier.request.output_tokens:
+                parts.append(tokens.answer(earlier.request))
+        return parts + self.own(tokens)
+
+    def own(self, tokens: TokenSource) -> list[Part]:
+        """Without the conversation so far."""
+        request = self.request
+        parts: list[Part] = [part if isinstance(part, str) else self.images[part] for part in request.layout]
+        if not request.layout:
+            parts += self.images
+        if request.text is not None:
+            parts.append(request.text)
         elif self.ids is not None:
             parts.append(self.ids)
         elif self.text_tokens:
@@ -100,9 +128,10 @@ class Preparation(msgspec.Struct, frozen=True):
     requests: list[Prepared]  #: in the order of the trace
     drops: list[Drop]  #: those that cannot be made
     invented: Invented
+    payload_sha256: str = ""  #: of all that will be sent: equal for equal files, seeds and sizes
 
 
-Key = tuple[int, int, int] | Path  #: photo, width, height; or a file
+Key = tuple[int, int, int] | Path | bytes  #: photo, width, height; or a file; or the bytes themselves
 
 
 def prepare(
@@ -112,15 +141,16 @@ def prepare(
     tokens: TokenSource,
     *,
     seed: int,
+    model: ImageModel | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Preparation:
     """Choose every size and make every byte. Blocks for seconds; call it off the event loop.
 
-    An image file that is not there drops the one request that names it; one that is there and damaged is sent
-    as it is, since what a deployment makes of it is a result. Raises PhotoError when the trace asks for more
-    different images than memory should hold.
+    model: what images are that the trace only counts; None: `SizeModel`. An image file that is not there drops the
+    one request that names it; one that is there and damaged is sent as it is, since what a deployment makes of it
+    is a result. Raises PhotoError when the trace asks for more different images than memory should hold.
     """
-    choices = _choose_images(trace, photos, sizer, seed)
+    choices = _choose_images(trace, photos, sizer, seed, model or SizeModel(seed))
     contents = _make(choices.wanted(), photos, progress)
     invented = choices.invented
     invented.different_images = sum(isinstance(made, bytes) for made in contents.values())
@@ -128,8 +158,9 @@ def prepare(
     drops, named = [], Counter[str]()
     requests: list[Prepared] = []
     held = 0
+    conversations: dict[str, list[Prepared]] = {}
     for request, keys in zip(trace.requests, choices.keys, strict=True):
-        problem = choices.problems.get(request.line) or next(
+        problem = choices.problems.get(request.place) or next(
             (("missing_image", made) for made in map(contents.__getitem__, keys) if isinstance(made, str)), None
         )
         if problem:
@@ -140,13 +171,37 @@ def prepare(
         images = tuple(made for made in map(contents.__getitem__, keys) if isinstance(made, bytes))
         count = request.text_tokens or 0
         if request.context_tokens is not None:
-            count = max(0, request.context_tokens - choices.rows[request.line])
+            count = max(0, request.context_tokens - choices.rows[request.place])
             invented.prompts_without_text += not count
         invented.prompts += count > 0
         held += count
         ids = tokens.ids(request, count) if count and held <= HELD_TOKENS else None
-        requests.append(Prepared(request, images, count, ids))
-    return Preparation(requests, drops, invented)
+        before: tuple[Prepared, ...] = ()
+        if request.session and request.continues:
+            conversation = conversations.setdefault(request.session, [])
+            before = tuple(conversation)
+            conversation.append(Prepared(request, images, count, ids))
+            invented.answers += bool(before)
+        requests.append(Prepared(request, images, count, ids, before))
+    return Preparation(requests, drops, invented, _payload_sha256(requests, tokens))
+
+
+def _payload_sha256(requests: Iterable[Prepared], tokens: TokenSource) -> str:
+    """Of every request's own parts, in their order. Two builds that were sent the same have the same."""
+    whole = hashlib.sha256()
+    images: dict[int, bytes] = {}  # by identity: equal images are one object
+    for prepared in requests:
+        whole.update(f"{prepared.request.place} {prepared.request.output_tokens} {len(prepared.before)}\n".encode())
+        for part in prepared.own(tokens):
+            if isinstance(part, bytes):
+                if id(part) not in images:
+                    images[id(part)] = hashlib.sha256(part).digest()
+                whole.update(b"image " + images[id(part)])
+            elif isinstance(part, str):
+                whole.update(b"text " + hashlib.sha256(part.encode()).digest())
+            else:
+                whole.update(b"tokens " + hashlib.sha256(part.astype("<i4", copy=False).tobytes()).digest())
+    return whole.hexdigest()
 
 
 class _Choices:
@@ -154,8 +209,8 @@ class _Choices:
 
     def __init__(self, invented: Invented) -> None:
         self.keys: list[tuple[Key, ...]] = []
-        self.rows: dict[int, int] = {}  #: by line: placeholder tokens, where the text gets what they leave
-        self.problems: dict[int, tuple[str, str]] = {}  #: by line
+        self.rows: dict[int | str, int] = {}  #: by place: placeholder tokens, where the text gets what they leave
+        self.problems: dict[int | str, tuple[str, str]] = {}  #: by place
         self.invented = invented
 
     def wanted(self) -> list[Key]:
@@ -166,11 +221,11 @@ class _Choices:
         return sum(key[1] * key[2] for key in self.wanted() if isinstance(key, tuple))
 
 
-def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int) -> _Choices:
+def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, model: ImageModel) -> _Choices:
     """Sizes are given by the trace or the model; with how many different photos each is shown is ours to choose."""
     variants = len(photos)
     while True:
-        choices = _choose_with(trace, photos, sizer, seed, variants)
+        choices = _choose_with(trace, photos, sizer, seed, model, variants)
         pixels = choices.pixels()
         if pixels <= PIXEL_BUDGET or variants == 1:
             break
@@ -180,10 +235,12 @@ def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, see
     return choices
 
 
-def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, variants: int) -> _Choices:
+def _choose_with(
+    trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, model: ImageModel, variants: int
+) -> _Choices:
     invented = Invented(names(photos))
-    choices, sizes = _Choices(invented), SizeModel(seed)
-    folder = trace.path.resolve().parent
+    choices = _Choices(invented)
+    folder = trace.folder or trace.path.resolve().parent
     by_tokens: dict[tuple[int, int], tuple[int, int]] = {}
     by_size: dict[tuple[int, int], int] = {}
 
@@ -192,14 +249,19 @@ def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed:
             by_size[size] = sizer.rows_for(*size)
         return by_size[size]
 
-    def choose_image(line: int, index: int, image: Image) -> Key:
+    def choose_image(place: int | str, index: int, image: Image) -> Key:
         """What to send for it."""
-        if image.path:
+        if image.recorded:
             invented.images_recorded += 1
-            return folder / image.path
-        variant = choose(seed, "photo", line, index) % variants
+            return image.data or folder / image.path
+        variant = choose(seed, "photo", place, index) % variants
+        modelled = not image.tokens and not image.width
+        if modelled:
+            invented.images_of_modelled_size += 1
+            invented.image_model = model.name
+            image = model.image(place, index)
         if image.tokens:
-            invented.images_of_given_tokens += 1
+            invented.images_of_given_tokens += not modelled
             photo = (choose(seed, "variant", image.tokens) + variant) % len(photos)
             if (image.tokens, photo) not in by_tokens:
                 by_tokens[image.tokens, photo] = sizer.size_for(image.tokens, photos[photo].aspect)
@@ -208,24 +270,20 @@ def _choose_with(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed:
             if size[0] * size[1] > MAX_PIXELS:
                 raise UnusableSize(f"{image.tokens} tokens need {size[0]} x {size[1]} pixels; at most {MAX_PIXELS}")
             return photo, *size
-        if image.width:
-            invented.images_of_given_size += 1
-            size = image.width, image.height
-        else:
-            invented.images_of_modelled_size += 1
-            size = sizes.draw(line, index)
+        invented.images_of_given_size += not modelled
+        size = image.width, image.height
         return (choose(seed, "variant", *size) + variant) % len(photos), *size
 
     for request in trace.requests:
         keys: list[Key] = []
         try:
             for index, image in enumerate(request.images):
-                keys.append(choose_image(request.line, index, image))
+                keys.append(choose_image(request.place, index, image))
             if request.context_tokens is not None:
-                choices.rows[request.line] = sum(rows_for(key[1:]) for key in keys if isinstance(key, tuple))
+                choices.rows[request.place] = sum(rows_for(key[1:]) for key in keys if isinstance(key, tuple))
         except UnusableSize as problem:
             keys = []
-            choices.problems[request.line] = ("image_size", problem.problem)
+            choices.problems[request.place] = ("image_size", problem.problem)
         choices.keys.append(tuple(keys))
     return choices
 
@@ -235,6 +293,8 @@ def _make(wanted: Sequence[Key], photos: Sequence[Photo], progress: Progress) ->
     interpreter lock, so threads are enough to use every core."""
 
     def make(key: Key) -> bytes | str:
+        if isinstance(key, bytes):
+            return key
         if isinstance(key, Path):
             return _read(key)
         photo, width, height = key

@@ -1,9 +1,8 @@
-"""What a replay leaves behind: a table for people, summary.json and results.jsonl for programs."""
+"""What a replay leaves behind: a table for people, and files for programs, which `folder` reads again."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented
-from tensorferry.pipeline.replay.request import Drop
+from tensorferry.pipeline.replay.request import ASSUMED_OUTPUT_TOKENS, Drop, Image
 from tensorferry.pipeline.replay.run import Outcome
 from tensorferry.pipeline.replay.summary import (
     DEGRADED_LATENESS_MS,
+    UNSENT,
     Items,
     Reason,
     Summary,
+    TraceSummary,
     reached,
 )
+from tensorferry.pipeline.replay.whole import write_whole
 
 _encode = msgspec.json.Encoder().encode
 
@@ -30,13 +33,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_report(
-    folder: Path, summary: Summary, outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int
+    folder: Path,
+    summary: Summary,
+    outcomes: Sequence[Outcome],
+    drops: Sequence[Drop],
+    start_ns: int,
+    samples: Sequence[Sample] = (),
 ) -> None:
-    """Write both files into `folder`, made if need be. Each appears whole or not at all, the summary last."""
+    """Write the files into `folder`, made if need be. Each appears whole or not at all, the summary last."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (_encode(result) + b"\n" for result in results(outcomes, drops, start_ns))
-    _write_whole(folder / "results.jsonl", lines)
-    _write_whole(folder / "summary.json", [msgspec.json.format(_encode(summary), indent=2), b"\n"])
+    write_whole(folder / "results.jsonl", lines)
+    write_whole(folder / "gauges.jsonl", (_encode(sample) + b"\n" for sample in samples))
+    write_whole(folder / "summary.json", [msgspec.json.format(_encode(summary), indent=2), b"\n"])
 
 
 def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -> Iterator[dict[str, Any]]:
@@ -46,6 +55,7 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
         request = outcome.request.request
         yield {
             "line": request.line,
+            "turn": request.turn,
             "id": request.id,
             "status": outcome.status,
             "reason": outcome.reason,
@@ -57,7 +67,9 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
             "latency_from_intended_ms": (outcome.done_ns - outcome.intended_ns) / 1e6,
             "latency_from_sent_ms": (outcome.done_ns - outcome.sent_ns) / 1e6,
             "delayed": outcome.delayed,
-            "images": len(outcome.request.images),
+            "session": request.session,
+            "waited": outcome.waited,
+            "images": _sources(outcome.request.all_images),
             "prompt_tokens": outcome.prompt_tokens,
             "output_tokens": outcome.output_tokens,
             "items": [
@@ -77,15 +89,10 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
         yield {"line": drop.line, "status": "dropped", "reason": drop.reason, "problem": drop.problem}
 
 
-def _write_whole(path: Path, chunks: Iterable[bytes]) -> None:
-    """Beside its place first, then renamed: nobody ever reads half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("xb") as file:
-            file.writelines(chunks)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+def _sources(images: Sequence[Image]) -> dict[str, int]:
+    """Where the bytes of a request's images came from."""
+    data, files = sum(bool(image.data) for image in images), sum(bool(image.path) for image in images)
+    return {"in_trace": data, "from_file": files, "invented": len(images) - data - files}
 
 
 # --- for people ----------------------------------------------------------------------------------------------
@@ -109,22 +116,59 @@ def print_report(console: Console, summary: Summary) -> None:
     for name, reasons in (("dropped", summary.dropped), ("failed", summary.failed)):
         for reason in reasons:
             console.print(_reason(name, reason), markup=False, highlight=False)
-    for warning in _warnings(summary):
+    for warning in warnings(summary):
         console.print(warning, style="bold red", markup=False, highlight=False)
+
+
+def print_plan(console: Console, summary: Summary) -> None:
+    """What a run would do: `summary` is that of one in which nothing was sent yet."""
+    s = summary
+    table = Table(title=Text(_title(s)), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    unsent = sum(reason.count for reason in s.dropped if reason.reason == UNSENT)
+    table.add_row("trace", Text(trace_text(s)))
+    table.add_row("sha256", Text(s.trace.sha256))
+    table.add_row("run", Text(how_text(s)))
+    for name, value in _session_rows(s):
+        table.add_row(name, Text(value))
+    table.add_row("requests", Text(f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"))
+    table.add_row("payload", Text(f"sha256 {s.run.payload_sha256}"))
+    table.add_row("invented", Text(invented_text(s.invented, s.trace)))
+    console.print(table)
+    for reason in s.dropped:
+        if reason.reason != UNSENT:
+            console.print(_reason("dropped", reason), markup=False, highlight=False)
+    for warning in warnings(s):
+        console.print(warning, style="bold red", markup=False, highlight=False)
+    console.print("a dry run: nothing was started and nothing sent")
 
 
 def _title(summary: Summary) -> str:
     return f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}"
 
 
-def _rows(s: Summary) -> Iterator[tuple[str, str]]:
+def trace_text(s: Summary) -> str:
     notes = [f"{count} {name.replace('_', ' ')}" for name, count in s.trace.notes.items()]
     if s.trace.inversions:
         notes.append(f"{s.trace.inversions} rows out of order, sorted")
-    yield "trace", f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
+    if s.trace.outside:
+        notes.append(f"{s.trace.outside} rows outside --start and --end")
+    if s.trace.drawn:
+        notes.append("drawn from statistics, not recorded")
+    return f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
+
+
+def how_text(s: Summary) -> str:
     speed = "as fast as possible" if s.run.speed == "max" else f"speed {s.run.speed}"
     ceiling = "no ceiling" if s.run.concurrency is None else f"at most {s.run.concurrency} in flight"
-    yield "run", f"{speed}, {ceiling}, seed {s.run.seed}, transport {s.run.transport}, {s.run.duration_s:.3f} s"
+    return f"{speed}, {ceiling}, seed {s.run.seed}, transport {s.run.transport}"
+
+
+def _rows(s: Summary) -> Iterator[tuple[str, str]]:
+    yield "trace", trace_text(s)
+    yield "run", f"{how_text(s)}, {s.run.duration_s:.3f} s"
+    yield from _session_rows(s)
     r = s.requests
     yield "requests", f"{r.read} read = {r.sent} sent + {r.dropped} dropped; sent = {r.ok} ok + {r.failed} failed"
     if r.delayed:
@@ -135,33 +179,51 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
     yield "items", _items(s.items)
     if s.items.fallbacks is not None:
         away = s.items.fallbacks
-        yield "fallbacks", f"{away.items} items ({_size(away.nbytes)}) went inline for want of room in a pool"
+        yield "fallbacks", f"{away.items} items ({size_text(away.nbytes)}) went inline for want of room in a pool"
     pools = [
-        f"{name} {_size(pool.peak_lent_nbytes)} of {_size(pool.capacity_nbytes)}"
+        f"{name} {size_text(pool.peak_lent_nbytes)} of {size_text(pool.capacity_nbytes)}"
         + (f", full {pool.refused} times" if pool.refused else "")
         for name, pool in s.pools.items()
     ]
     yield "pool peak", "\n".join(pools) or "no pools"
-    yield "invented", _invented(s.invented)
+    yield "invented", invented_text(s.invented, s.trace)
+
+
+def _session_rows(s: Summary) -> Iterator[tuple[str, str]]:
+    """Only where there are later turns: without them the modes are one."""
+    if s.run.sessions == "clock" or not s.run.following:
+        return
+    means = {"wait": "at their time, once the turn before is answered", "think": "their think time after that answer"}
+    yield "sessions", f"{s.run.sessions}: {s.run.following} turns {means[s.run.sessions]}"
+    if s.requests.waited:
+        yield "", f"{s.requests.waited} later than recorded, for the turn before"
+    if s.run.guessed_think_times:
+        yield "", f"{s.run.guessed_think_times} think times with the recorded answer in them, whose length is unknown"
 
 
 def _items(items: Items) -> str:
     if not items.count:
         return "none"
-    ways = [f"{c.items} by {transport} ({_size(c.nbytes)})" for transport, c in items.by_transport.items()]
+    ways = [f"{c.items} by {transport} ({size_text(c.nbytes)})" for transport, c in items.by_transport.items()]
     return f"{items.count}, {items.rows} embeddings: {', '.join(ways)}"
 
 
-def _invented(i: Invented) -> str:
+def invented_text(i: Invented, trace: TraceSummary) -> str:
+    number_only = f"images: size and picture (the trace has only their number), sizes as {i.image_model}"
     said = [
-        (i.images_of_modelled_size, "images: size and picture (the trace has only their number)"),
+        (i.images_of_modelled_size, number_only),
         (i.images_of_given_tokens, "images: picture, of a size chosen for the recorded tokens"),
         (i.images_off_their_tokens, "of them with another number of tokens than recorded"),
         (i.images_of_given_size, "images: picture, of the recorded size"),
         (i.prompts, "prompts: token ids (the trace has only their number)"),
+        (i.answers, "prompts: the answers of the turns before, as token ids"),
+        (trace.notes.get("output_tokens_assumed", 0), f"requests: output length, {ASSUMED_OUTPUT_TOKENS} tokens"),
+        (trace.notes.get("number_of_images_assumed", 0), "requests: number of images, 1"),
         (i.prompts_without_text, "prompts: no text, as the images take all of the recorded tokens"),
     ]
     lines = [f"{count} {what}" for count, what in said if count]
+    if trace.rate is not None:
+        lines.append(f"all times: {trace.rate:g} requests a second, evenly")
     if i.images_of_modelled_size or i.images_of_given_tokens or i.images_of_given_size:
         lines.append(f"pictures: {i.different_images} different ones, from {', '.join(i.photos)}")
     return "\n".join(lines) or "nothing"
@@ -198,19 +260,21 @@ def _reason(name: str, reason: Reason) -> str:
     return f"{name}: {reason.count} x {reason.reason} ({'; '.join(reason.examples)})"
 
 
-def _warnings(s: Summary) -> Iterator[str]:
+def warnings(s: Summary) -> Iterator[str]:
     if s.run.degraded:
         yield (
-            f"degraded: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
+            f"DEGRADED: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
             "this is not the load that was recorded"
         )
+    if s.trace.glued:
+        yield "the trace looks like recordings one after the other, each from its own start; sorted, they overlap"
     if s.run.interrupted:
         yield "interrupted: sending stopped before the end of the trace"
     if s.run.error:
         yield f"the deployment failed: {s.run.error}"
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     if nbytes < 1 << 10:
         return f"{nbytes} B"
     return f"{nbytes / 1024:.1f} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -11,27 +11,42 @@ from tensorferry.codecs.errors import FerryError
 MAX_TOKENS = 1 << 22
 MAX_IMAGES = 4095
 MAX_OUTPUT_TOKENS = 1 << 20
+MAX_ID_CHARACTERS = 256
 MAX_SIDE = 65_500  # of a JPEG
 MAX_PIXELS = 100_000_000
 
 
-class Image(msgspec.Struct, frozen=True, gc=False):
-    """One image as far as the trace knows it: a path, a size, or a number of tokens.
+#: What a trace without an answer's length is taken to have asked for; each time counted in `Trace.notes`.
+ASSUMED_OUTPUT_TOKENS = 128
 
-    With none of the three, the trace knows only that there was an image.
+
+class Image(msgspec.Struct, frozen=True, gc=False):
+    """One image as far as the trace knows it: its bytes, a path, a size, or a number of tokens.
+
+    With none of the four, the trace knows only that there was an image.
     """
 
     path: str = ""  #: as written; relative to the folder of the trace file
     width: int = 0
     height: int = 0
     tokens: int = 0
+    data: bytes = b""  #: the file as it was sent
+
+    @property
+    def recorded(self) -> bool:
+        """Whether its bytes exist, rather than being replay's to invent."""
+        return bool(self.data or self.path)
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One row of a trace.
 
-    Of its text it knows one of: the words (`text`), the number of tokens (`text_tokens`), or how many tokens
-    text and images have together (`context_tokens`). None of the three: no text.
+    Of its text it knows one of: the words (`text`; `layout` where images stand between them), the number of
+    tokens (`text_tokens`), or how many tokens text and images have together (`context_tokens`). None of them:
+    no text.
+
+    A request of a conversation comes after another one: the one whose `id` is its `parent`, or else the one
+    before it in time with the same `session`.
     """
 
     line: int  #: of the trace file, counted from 1
@@ -44,6 +59,24 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     images: tuple[Image, ...] = ()
     blocks: tuple[int, ...] = ()  #: identities of the prompt's blocks: equal ids stand for equal tokens
     block_tokens: int = 0  #: how many tokens a block has
+    layout: tuple[str | int, ...] = ()  #: words, and the indices of images between them
+    session: str = ""
+    parent: str = ""
+    continues: bool = False  #: it is a new turn alone: what the session said before has to be put in front of it
+    think_ns: int | None = None  #: recorded from the end of the request before it
+    took_ns: int | None = None  #: recorded from its arrival to the end of its answer
+    turn: int = 0  #: which of the requests on its line
+    notes: tuple[str, ...] = ()  #: what is worth counting: roles_not_sent, output_tokens_assumed, ...
+
+    @property
+    def place(self) -> int | str:
+        """Where in the file it is: what is invented for it depends on that."""
+        return f"{self.line}.{self.turn}" if self.turn else self.line
+
+    @property
+    def words(self) -> tuple[str | int, ...]:
+        """`layout`, or what it would be: the images, then the text."""
+        return self.layout or (*range(len(self.images)), *((self.text,) if self.text else ()))
 
 
 class Drop(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -73,46 +74,57 @@ class MonotonicClock:
 
 
 class Ceiling:
-    """At most `limit` requests in flight. Who comes to a full house waits, and that is told apart."""
+    """At most `limit` requests in flight. Who comes to a full house waits in line, and that is told apart."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.in_flight = 0
-        self._room: asyncio.Future[None] | None = None
+        self._line: deque[asyncio.Future[None]] = deque()
 
     @property
     def full(self) -> bool:
         return self.limit is not None and self.in_flight >= self.limit
 
     async def room(self) -> None:
-        """Return when one more may be sent. One waiter at a time: the pacer."""
+        """Return when one more may be sent; who waits longest is let in first."""
         while self.full:
-            self._room = asyncio.get_running_loop().create_future()
-            await self._room
+            room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._line.append(room)
+            await room
 
     def enter(self) -> None:
         self.in_flight += 1
 
     def leave(self) -> None:
         self.in_flight -= 1
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        while self._line:
+            room = self._line.popleft()
+            if not room.done():  # who was cancelled has left the line
+                room.set_result(None)
+                break
 
 
 async def pace(
-    due_ns: Sequence[int], clock: Clock, start_ns: int, ceiling: Ceiling, send: Callable[[int, bool], None]
+    due_ns: Sequence[int],
+    clock: Clock,
+    start_ns: int,
+    ceiling: Ceiling,
+    send: Callable[[int, bool], None],
+    idle: Callable[[int, int], None] = lambda index, until_ns: None,
 ) -> None:
     """Call `send(index, delayed)` for each request at start_ns + due_ns[index], in order, whatever has become
     of those before it: an open loop.
 
     due_ns: ascending. What is due at one instant is sent in one go. Only the ceiling can hold a request back;
     then it, and those that came due while it waited, are `delayed`. Cancel it to stop sending: it never
-    awaits between the decision to send and the send.
+    awaits between the decision to send and the send. idle(index, until_ns): called when that request is the next
+    and not due before `until_ns`, for work that would be late later.
     """
     blocked_until_ns = start_ns
     for index, due in enumerate(due_ns):
         due_at = start_ns + due
         if clock.now_ns() < due_at:
+            idle(index, due_at)
             await clock.sleep_until(due_at)
         elif index % _SLICE == 0:
             await asyncio.sleep(0)

@@ -15,6 +15,7 @@ from bisect import bisect
 from itertools import accumulate
 from statistics import NormalDist
 
+from tensorferry.pipeline.replay.request import Image
 from tensorferry.pipeline.replay.seeds import choose
 
 MEDIAN_PX = 500
@@ -40,15 +41,22 @@ def _sides() -> list[float]:
 class SizeModel:
     """Draws (width, height), seeded: the same image of the same row always has the same size."""
 
+    name = "modserve"
+
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._sides = _sides()
         self._aspects = [math.sqrt(width / height) for width, height in ASPECTS]
         self._bounds = list(accumulate(ASPECTS.values()))
 
-    def draw(self, line: int, index: int) -> tuple[int, int]:
-        """The size of image `index` of the row at `line`."""
-        number = choose(self._seed, "size", line, index)
+    def image(self, place: int | str, index: int) -> Image:
+        """As `ImageModel` has it."""
+        width, height = self.draw(place, index)
+        return Image(width=width, height=height)
+
+    def draw(self, place: int | str, index: int) -> tuple[int, int]:
+        """The size of image `index` of the request at `place`."""
+        number = choose(self._seed, "size", place, index)
         side = self._sides[number % SIDES]
         aspect = self._aspects[bisect(self._bounds, (number >> 16) % self._bounds[-1])]
         longer, shorter = round(side * aspect), round(side / aspect)

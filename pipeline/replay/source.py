@@ -1,20 +1,29 @@
-"""The lines of a trace file: gzip or plain, any BOM, told by its bytes and never by its name."""
+"""The bytes of a trace as lines of UTF-8: one file or a folder of parts, gzip or plain, with any byte order mark.
+All of it is told by content, never by name."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
+import shutil
 import stat
+import tempfile
 import zlib
-from collections.abc import Generator
+from bisect import bisect_right
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from tensorferry.codecs.errors import TraceError
 
 #: Longer than any honest row (4 Mi tokens of text); a file without line ends must not be read into memory.
-MAX_LINE_CHARACTERS = 64 << 20
+MAX_LINE_NBYTES = 64 << 20
+_CHUNK_NBYTES = 256 << 10
 _GZIP = b"\x1f\x8b"
+_BOM = b"\xef\xbb\xbf"
+_WIDE = (b"\xff\xfe", b"\xfe\xff")
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _OTHERS = {
     b"PK\x03\x04": "a zip archive; unpack it first",
@@ -28,38 +37,163 @@ _OTHERS = {
 _Peekable: TypeAlias = "io.BufferedReader[Any]"  # generic for type checkers alone
 
 
-def read_lines(path: Path) -> Generator[tuple[int, str]]:
-    """(line number, line without its end) for each line of the file, read as they are asked for; to be closed.
+class Source:
+    """Where a trace lies. Opened as often as need be; nothing is kept open in between."""
 
-    Bytes that are not UTF-8 come as lone surrogates, so that they cost one row and not the file. Raises
-    TraceError: no such file, not text, a compressed file that ends early.
-    """
-    number = 0
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise TraceError(str(path), None, "not a regular file; a trace is read twice, so it cannot be a pipe")
-        with path.open("rb") as file, _unpacked(file) as data, _decoded(path, data) as text:
-            while line := text.readline(MAX_LINE_CHARACTERS):
+    def __init__(self, path: Path) -> None:
+        """path: a file, or a folder whose files, ordered by name, are the parts of one trace.
+
+        Raises TraceError: no such file, or one that cannot be read twice.
+        """
+        self.path = path
+        self.files = _files(path)
+        #: Number of the first line of each file that was opened so far, when they are counted through.
+        self._starts = [1]
+
+    @property
+    def folder(self) -> Path:
+        """What the relative paths in the trace are relative to."""
+        return (self.path if self.path.is_dir() else self.path.parent).resolve()
+
+    def sha256(self) -> str:
+        """Of the bytes as they lie there; of several files, one after the other."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            with _friendly(file), file.open("rb") as raw:
+                while chunk := raw.read(_CHUNK_NBYTES):
+                    digest.update(chunk)
+        return digest.hexdigest()
+
+    def lines(self) -> Generator[tuple[int, int, bytes]]:
+        """(line number, offset, line with its end), each as it is asked for; to be closed.
+
+        offset: what `Lines.at` takes. Raises TraceError: not text, or a compressed file that ends early.
+        """
+        number = 0
+        with _friendly(self.path), ExitStack() as undo:
+            stream, offset = self._open(undo)
+            readline = stream.readline
+            while line := readline(MAX_LINE_NBYTES):
                 number += 1
-                if len(line) == MAX_LINE_CHARACTERS:
-                    raise TraceError(str(path), number, f"a line of more than {MAX_LINE_CHARACTERS} characters")
-                yield number, line.rstrip("\r\n")
-    except EOFError:
-        raise TraceError(str(path), None, "the gzip data ends early, as after a broken download") from None
-    except (zlib.error, gzip.BadGzipFile) as problem:
-        raise TraceError(str(path), None, f"damaged gzip data: {problem}") from None
-    except UnicodeDecodeError as problem:
-        raise TraceError(str(path), number + 1, f"not {problem.encoding} text: {problem.reason}") from None
-    except OSError as problem:
-        raise TraceError(str(path), None, problem.strerror or str(problem)) from None
+                if len(line) == MAX_LINE_NBYTES:
+                    raise TraceError(str(self.path), number, f"a line of more than {MAX_LINE_NBYTES} bytes")
+                yield number, offset, line
+                offset += len(line)
+
+    @contextmanager
+    def seekable(self) -> Iterator[Lines]:
+        """The same lines by their offsets. What cannot be read from the middle, as gzip, is unpacked into a
+        temporary file for so long."""
+        with _friendly(self.path), ExitStack() as undo:
+            stream, _ = self._open(undo)
+            if not isinstance(stream, io.BufferedReader) or not stream.seekable():
+                unpacked = undo.enter_context(tempfile.TemporaryFile(prefix="tensorferry-trace-"))
+                shutil.copyfileobj(stream, unpacked, _CHUNK_NBYTES)
+                yield Lines(unpacked)
+            else:
+                yield Lines(stream)
+
+    def place(self, number: int) -> str:
+        """Of a folder, which line of which file line `number` is, for people; of one file, nothing."""
+        if len(self.files) == 1:
+            return ""
+        part = bisect_right(self._starts, number) - 1
+        return f"{self.files[part].relative_to(self.path)}:{number - self._starts[part] + 1}: "
+
+    def _open(self, undo: ExitStack) -> tuple[_Peekable, int]:
+        """The lines as one stream, and the offset of the first."""
+        if len(self.files) == 1:
+            raw = undo.enter_context(self.files[0].open("rb"))
+            head = raw.peek(4)
+            if not head.startswith((_GZIP, *_WIDE)):
+                _refuse_foreign(self.files[0], raw)
+                return raw, len(raw.read(3)) if head.startswith(_BOM) else 0
+        chunks = self._parts()
+        undo.callback(chunks.close)
+        return io.BufferedReader(_Chunks(chunks), _CHUNK_NBYTES), 0
+
+    def _parts(self) -> Generator[bytes]:
+        """Everything in the files, as UTF-8, each ending in a line end."""
+        count = 1
+        self._starts = []
+        for file in self.files:
+            self._starts.append(count)
+            last = b"\n"
+            with file.open("rb") as raw:
+                with closing(_utf8(file, _unpacked(raw))) as chunks:
+                    for chunk in chunks:
+                        last = chunk[-1:]
+                        count += chunk.count(b"\n")
+                        yield chunk
+            if last != b"\n" and len(self.files) > 1:
+                count += 1
+                yield b"\n"
+
+
+class Lines:
+    """Lines by their offsets."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def at(self, offset: int) -> bytes:
+        self._stream.seek(offset)
+        return self._stream.readline(MAX_LINE_NBYTES)
+
+
+def _files(path: Path) -> list[Path]:
+    with _friendly(path):
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return [path]
+        if not stat.S_ISDIR(mode):
+            raise TraceError(str(path), None, "not a regular file; a trace is read twice, so it cannot be a pipe")
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    if not files:
+        raise TraceError(str(path), None, "a folder without a single file")
+    return files
+
+
+class _Chunks(io.RawIOBase):
+    """A stream that reads from an iterator."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        super().__init__()
+        self._chunks, self._rest = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any, /) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(into), len(self._rest))
+        into[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
 
 
 def _unpacked(file: _Peekable) -> _Peekable:
     return io.BufferedReader(gzip.GzipFile(fileobj=file)) if file.peek(2)[:2] == _GZIP else file
 
 
-def _decoded(path: Path, file: _Peekable) -> io.TextIOWrapper:
-    """The file as text, in the encoding its byte order mark names, else UTF-8."""
+def _utf8(path: Path, file: _Peekable) -> Generator[bytes]:
+    """What is in the file, in UTF-8 and without a byte order mark."""
+    _refuse_foreign(path, file)
+    if file.peek(2)[:2] in _WIDE:
+        with io.TextIOWrapper(file, "utf-16", newline="\n") as text:
+            while characters := text.read(_CHUNK_NBYTES):
+                yield characters.encode()
+        return
+    if file.peek(3)[:3] == _BOM:
+        file.read(3)
+    while chunk := file.read(_CHUNK_NBYTES):
+        yield chunk
+
+
+def _refuse_foreign(path: Path, file: _Peekable) -> None:
     head = file.peek(64)[:64]
     if head.startswith(_PICKLE):
         raise TraceError(
@@ -73,6 +207,17 @@ def _decoded(path: Path, file: _Peekable) -> io.TextIOWrapper:
     for magic, problem in _OTHERS.items():
         if head.startswith(magic):
             raise TraceError(str(path), None, problem)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return io.TextIOWrapper(file, "utf-16", newline="\n")
-    return io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="\n")
+
+
+@contextmanager
+def _friendly(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except EOFError:
+        raise TraceError(str(path), None, "the gzip data ends early, as after a broken download") from None
+    except (zlib.error, gzip.BadGzipFile) as problem:
+        raise TraceError(str(path), None, f"damaged gzip data: {problem}") from None
+    except UnicodeError as problem:
+        raise TraceError(str(path), None, f"not the UTF-16 text that its first two bytes promise: {problem}") from None
+    except OSError as problem:
+        raise TraceError(str(path), None, problem.strerror or str(problem)) from None

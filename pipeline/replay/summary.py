@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -18,6 +20,10 @@ from tensorferry.pipeline.replay.values import NS
 
 #: Sends later than this at the 99th percentile make a run another load than the recorded one.
 DEGRADED_LATENESS_MS = 500.0
+
+
+#: Why requests of a run that has not started were not sent.
+UNSENT = "not_started"
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -37,6 +43,10 @@ class TraceSummary(msgspec.Struct, frozen=True):
     span_s: float  #: recorded, from the first request to the last
     inversions: int
     notes: dict[str, int]
+    outside: int  #: good rows before --start, or from --end on; not among those read
+    glued: bool  #: it looks like recordings one after the other, each from its own start
+    drawn: bool  #: drawn from statistics, not recorded
+    rate: float | None  #: requests a second that --rate gave to a trace without times
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -46,6 +56,14 @@ class RunSummary(msgspec.Struct, frozen=True):
     seed: int
     concurrency: int | None
     limit: int | None
+    sessions: str  #: what later turns go by: clock, wait or think
+    following: int  #: requests that depend on the one before
+    guessed_think_times: int  #: of those, how many think times have the recorded answer in them
+    payload_sha256: str  #: of all that was to be sent
+    command: list[str]  #: what was typed
+    config: dict[str, Any]  #: every setting of the deployment, as its file has them
+    pooled_from_nbytes: int | None  #: items of at least so many bytes should travel in a pool; None: none should
+    strict: bool  #: a degraded run is a failed one
     duration_s: float  #: from the first due time to the last outcome
     interrupted: bool
     degraded: bool  #: sends were late; see DEGRADED_LATENESS_MS
@@ -61,6 +79,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
     failed: int
     dropped: int
     delayed: int  #: of those sent: held back by the ceiling of --concurrency
+    waited: int  #: of those sent: later than recorded, for the answer of the turn before
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -131,10 +150,13 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def exit_status(self) -> int:
-        """0: all that was sent is ok; 3: some failed, or the run ended early; 4: none is ok."""
+        """0: all that was sent is ok; 3: some failed, or the run ended early; 4: none is ok; 5: all is ok, but
+        strictly it was not the recorded load."""
         if not self.requests.ok:
             return 4
-        return 3 if self.requests.failed or self.run.interrupted or self.run.error else 0
+        if self.requests.failed or self.run.interrupted or self.run.error:
+            return 3
+        return 5 if self.run.strict and self.run.degraded else 0
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -146,13 +168,16 @@ class Setup(msgspec.Struct, frozen=True):
     seed: int
     concurrency: int | None = None
     limit: int | None = None
+    strict: bool = False
     #: Items of at least so many bytes should travel in a pool; None: inline is how they are meant to travel.
     pooled_from_nbytes: int | None = None
+    command: Sequence[str] = ()
+    config: Mapping[str, Any] = MappingProxyType({})
 
 
 def drops_of(trace: Trace, preparation: Preparation, replay: Replay) -> list[Drop]:
     """Every row that was read and not sent, in the order of the file."""
-    reason = "interrupted" if replay.interrupted else "deployment_failed"
+    reason = "interrupted" if replay.interrupted else "deployment_failed" if replay.start_ns else UNSENT
     unsent = [Drop(prepared.request.line, reason, "") for prepared in replay.unsent]
     return sorted([*trace.drops, *preparation.drops, *unsent], key=lambda drop: drop.line)
 
@@ -185,6 +210,10 @@ def summarise(
             trace.span_ns / NS,
             trace.inversions,
             trace.notes,
+            trace.outside,
+            trace.glued,
+            trace.drawn,
+            trace.rate,
         ),
         run=RunSummary(
             deployment=setup.deployment,
@@ -193,13 +222,27 @@ def summarise(
             seed=setup.seed,
             concurrency=setup.concurrency,
             limit=setup.limit,
+            sessions=replay.turns.mode,
+            following=replay.turns.following,
+            guessed_think_times=replay.turns.guessed,
+            payload_sha256=preparation.payload_sha256,
+            command=list(setup.command),
+            config=dict(setup.config),
+            pooled_from_nbytes=setup.pooled_from_nbytes,
+            strict=setup.strict,
             duration_s=end_ns / NS,
             interrupted=replay.interrupted,
             degraded=lateness is not None and lateness.p99 > DEGRADED_LATENESS_MS,
             error=error,
         ),
         requests=RequestCounts(
-            trace.read, len(outcomes), len(ok), len(failed), len(drops), sum(o.delayed for o in outcomes)
+            trace.read,
+            len(outcomes),
+            len(ok),
+            len(failed),
+            len(drops),
+            sum(o.delayed for o in outcomes),
+            sum(o.waited for o in outcomes),
         ),
         dropped=_reasons((drop.reason, drop.line, drop.problem) for drop in drops),
         failed=_reasons((o.reason, o.request.request.line, o.problem) for o in failed),

@@ -41,10 +41,14 @@ class TokenSource:
             parts.append(self._run(min(request.block_tokens, count - at), "block", block))
             at += len(parts[-1])
         if at < count or not parts:
-            parts.append(self._run(count - at, "line", request.line))
+            parts.append(self._run(count - at, "line", request.place))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _run(self, count: int, kind: str, identity: int) -> npt.NDArray[np.int32]:
+    def answer(self, request: Request) -> npt.NDArray[np.int32]:
+        """What stands for the answer to a request in the prompts after it, shape (request.output_tokens,)."""
+        return self._run(request.output_tokens, "answer", request.place)
+
+    def _run(self, count: int, kind: str, identity: int | str) -> npt.NDArray[np.int32]:
         """A run of the noise, entered at one of its places and shifted by one of as many steps as there are
         ids: with a vocabulary of 50,000 that is 3e9 different runs, so two identities hardly ever meet."""
         place = choose(self._seed, kind, identity)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from contextlib import closing
-from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.request import BrokenRow, Drop, Request
-from tensorferry.pipeline.replay.sniff import HEAD_LINES, recognise
-from tensorferry.pipeline.replay.source import read_lines
+from tensorferry.pipeline.replay.recording import Recording, Tally
+from tensorferry.pipeline.replay.request import Drop, Request
+from tensorferry.pipeline.replay.selection import Selection
 from tensorferry.pipeline.replay.values import NS, wall_text
-
-#: Of each reason, how many dropped rows keep their sentence; a file may have a million of them.
-NAMED_PER_REASON = 5
+from tensorferry.pipeline.replay.window import Window
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -31,6 +26,11 @@ class Trace(msgspec.Struct, frozen=True):
     drops: list[Drop]  #: in file order
     inversions: int  #: rows that lay before an earlier one in the file, and were sorted
     notes: dict[str, int]  #: things that were kept as they are and are worth knowing, counted
+    outside: int = 0  #: good rows before --start or from --end on; not among those read
+    glued: bool = False  #: as if several recordings followed each other, each from its own start
+    drawn: bool = False  #: drawn from statistics, not recorded
+    rate: float | None = None  #: requests a second that were given to it, as it says no times
+    folder: Path | None = None  #: what its images' paths are relative to; None: the folder of `path`
 
     @property
     def origin_ns(self) -> int:
@@ -55,55 +55,54 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
 
     A broken row is dropped, with its reason. Raises TraceError, naming file and line, for what is no trace.
     """
-    file = str(path)
-    requests: list[Request] = []
-    drops: list[Drop] = []
-    named: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
-    read = inversions = 0
-    with closing(read_lines(path)) as lines:
-        rows = ((number, line) for number, line in lines if line.strip())  # a blank line is no row
-        head = list(islice(rows, HEAD_LINES))
-        form = recognise(file, head)
-        for number, line in chain(head, rows):
-            if number < form.first_line:
-                continue
-            if limit is not None and read >= limit:
-                break
-            read += 1
-            try:
-                request = form.parse(_valid(line), number)
-            except BrokenRow as broken:
-                named[broken.reason] += 1
-                kept = named[broken.reason] <= NAMED_PER_REASON
-                drops.append(Drop(number, broken.reason, broken.problem if kept else ""))
-                continue
-            if requests and request.at_ns < requests[-1].at_ns:
-                inversions += 1
-            notes.update(_notes(request))
-            requests.append(request)
-    if not read:
-        raise TraceError(file, None, f"a {form.name} trace without a single row")
+    return load(Recording(path), limit=limit)
+
+
+def load(
+    recording: Recording,
+    *,
+    window: Window | None = None,
+    limit: int | None = None,
+    failures: bool = True,
+    strict: bool = False,
+) -> Trace:
+    """Hold the requests of a window of a trace in memory; with `limit`, of its first so many rows.
+
+    failures: whether requests that were recorded as failed (no output token) are kept. strict: refuses rows that
+    are out of order rather than sorting them. Raises TraceError.
+    """
+    tally, drops, requests = Tally(), list[Drop](), list[Request]()
+    outside = 0
+    selection = Selection()
+    if window is not None and not window.whole:
+        selection.start_ns, selection.end_ns = recording.bounds_ns(window, recording.survey().first_ns)
+    with closing(recording.requests(tally, drops.append, limit=limit)) as rows:
+        for request in rows:
+            if not selection.within(request.at_ns):
+                outside += 1
+            elif not failures and not request.output_tokens:
+                drops.append(Drop(request.line, "recorded_failure", "no output token was recorded"))
+            else:
+                requests.append(request)
+    if not tally.read:
+        raise TraceError(str(recording.path), None, f"a {recording.name} trace without a single row")
+    if strict and tally.inversions:
+        problem = f"earlier than the row before it, as {tally.inversions} rows are; without --strict they are sorted"
+        raise TraceError(str(recording.path), tally.first_inversion, problem)
     requests.sort(key=attrgetter("at_ns"))  # stable: what shares an instant keeps the order of the file
-    with path.open("rb") as raw:
-        sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
-    return Trace(path, sha256, form.name, form.wall, read, requests, drops, inversions, dict(notes))
-
-
-def _valid(line: str) -> str:
-    """The line, if it was UTF-8 (`read_lines` lets other bytes through as lone surrogates)."""
-    if not line.isascii():
-        try:
-            line.encode()
-        except UnicodeEncodeError:
-            raise BrokenRow("not_utf8", "not UTF-8 text") from None
-    return line
-
-
-def _notes(request: Request) -> list[str]:
-    notes = []
-    if not request.output_tokens:
-        notes.append("no_output_tokens")
-    if request.blocks and len(request.blocks) * request.block_tokens < (request.text_tokens or 0):
-        notes.append("fewer_block_ids_than_tokens")
-    return notes
+    return Trace(
+        recording.path,
+        recording.sha256(),
+        recording.name,
+        recording.wall,
+        tally.read - outside,
+        requests,
+        drops,
+        tally.inversions,
+        dict(tally.notes),
+        outside,
+        tally.glued,
+        recording.drawn,
+        recording.rate,
+        recording.folder,
+    )

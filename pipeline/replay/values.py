@@ -10,12 +10,14 @@ import re
 from datetime import date
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
 from functools import lru_cache
+from typing import ClassVar
 
 from tensorferry.pipeline.replay.request import BrokenRow
 
 NS = 1_000_000_000
 _MAX_DIGITS = 19  # digits before the point: above every time and count, below anything costly to expand
 _MAX_INT = 10**_MAX_DIGITS
+_MAX_NS = 1 << 63
 _EPOCH = date(1970, 1, 1).toordinal()
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _WALL = re.compile(
@@ -64,8 +66,12 @@ def nanoseconds(value: object, name: str, unit_ns: int) -> int:
     if exact < 0:
         raise BrokenRow("negative", f"{name} is {exact}")
     if isinstance(exact, int):
-        return exact * unit_ns
-    return int((exact * unit_ns).to_integral_value(ROUND_HALF_EVEN))
+        ns = exact * unit_ns
+    else:
+        ns = int((exact * unit_ns).to_integral_value(ROUND_HALF_EVEN))
+    if ns >= _MAX_NS:
+        raise BrokenRow("out_of_range", f"{name} is {exact}, which is centuries")
+    return ns
 
 
 def _checked(value: object, name: str) -> Number:
@@ -115,6 +121,42 @@ def wall_clock(text: str, name: str) -> tuple[int, bool]:
         east = (int(zone_hour) * 60 + int(zone_minute)) * 60
         seconds -= east if sign == "+" else -east
     return seconds * NS + (int(fraction.ljust(9, "0")) if fraction else 0), bool(utc or sign)
+
+
+class WallClocks:
+    """`wall_clock` for millions of times, most of them within a minute of the one before and written alike."""
+
+    _SECONDS: ClassVar = {f"{second:02}": second * NS for second in range(60)}
+    _SCALES = tuple(10 ** (9 - digits) for digits in range(10))
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._minute, self._minute_ns = "", 0  #: the last one read in full: `2023-11-16 18:17:`
+        self._zone, self._zoned = "", False  #: what stood behind its seconds
+
+    def read(self, text: str) -> tuple[int, bool]:
+        """As `wall_clock`."""
+        if text[:17] == self._minute:
+            second_ns = self._SECONDS.get(text[17:19])
+            if second_ns is not None:
+                end = len(text) - len(self._zone)
+                fraction = text[20:end]
+                if (
+                    text[19:20] == "."
+                    and text[end:] == self._zone
+                    and len(fraction) < 10
+                    and fraction.isdigit()
+                    and fraction.isascii()
+                ):
+                    at_ns = self._minute_ns + second_ns + int(fraction) * self._SCALES[len(fraction)]
+                    return at_ns, self._zoned
+        at_ns, zoned = wall_clock(text, self._name)
+        match = _WALL.fullmatch(text)
+        if match is not None and match[5]:
+            second_ns = self._SECONDS[match[4]] + int(match[5].ljust(9, "0"))
+            self._minute, self._minute_ns = text[:17], at_ns - second_ns
+            self._zone, self._zoned = text[match.end(5) :], zoned
+        return at_ns, zoned
 
 
 @lru_cache(maxsize=64)  # a trace has few days and millions of rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tensorferry.codecs.errors import BadTensor
 from tensorferry.codecs.tensors import View
@@ -30,6 +30,9 @@ Load = Callable[[Sequence[int]], View]
 #: (index, name); the first output of an item has shape (rows, width).
 Out = Callable[[int, str, tuple[int, ...], str], View]
 
+#: What is left of a call of `encode` whose work is queued on a GPU: waits for it, and raises as `encode` does.
+Finish = Callable[[], None]
+
 
 class ModelAdapter(Protocol):
     """A vision encoder. Built once a rank, as `Class(spec: ModelSpec, threads: int)`; `encode` runs off the
@@ -38,7 +41,7 @@ class ModelAdapter(Protocol):
     #: Whether the family may use the cuda_vmm feature transport (promise P7).
     supports_cuda_vmm_feature_transport: bool = False
 
-    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
+    def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
         """Encode the items this rank owns, of one request or of several that wait together (`encoder.batch_patches`);
         without items, do nothing and load nothing.
 
@@ -46,7 +49,20 @@ class ModelAdapter(Protocol):
         fails, and the others' items come again without it. After any other exception each request's items come again
         alone, and it is told which one fails. So an item may be encoded more than once, and its result must not
         depend, but for rounding, on what it is encoded with.
+
+        Returns None when everything is written, or queued, and known to be right. An adapter that has queued all of it
+        and would have to wait for the GPU to know that returns what waits, and the GPU need not idle: `encode` may be
+        called for the next items meanwhile. It is called once, in another thread; features are valid until it returns.
         """
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """An adapter whose first calls would be slow. It is warmed up when its rank starts, before that takes requests."""
+
+    def warm_up(self, device: int | None) -> None:
+        """Load kernels, compile. device: the GPU that features will be on; None: in host memory. What it raises ends
+        the rank."""
 
 
 def split(features: View, items: Sequence[ItemInfo]) -> list[View]:

@@ -19,6 +19,25 @@ class TextOnlyOptions(Spec, frozen=True):
     """None."""
 
 
+class PackedOptions(Spec, frozen=True):
+    """Of the adapters that run a vision tower: kimi-k25, and what qwen2.5-vl and qwen3-vl have too."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  #: of weights, arithmetic and embeddings
+    tiny: bool = False  #: without `model.path`: not the architecture's own size but one for tests, 64 wide at the end
+    random_weights: bool = False  #: with `model.path`: only its config.json is read, and weights are seeded
+    compile: bool = False  #: compile the layers by torch.compile, when the rank starts
+
+
+class TowerOptions(PackedOptions, frozen=True):
+    """Of the adapters whose tower transformers runs too: qwen2.5-vl, qwen3-vl."""
+
+    attention: Literal["packed", "eager"] = "packed"  #: our own forward pass, or transformers' own, item by item
+
+    def __post_init__(self) -> None:
+        if self.compile and self.attention == "eager":
+            raise ValueError("compile: true needs attention: packed; transformers' own pass is not compiled")
+
+
 class PatchVitOptions(Spec, frozen=True):
     width: Extent = 192  #: of the transformer; a multiple of 4 and of `heads`
     depth: Annotated[int, Meta(ge=0, le=256)] = 2  #: transformer blocks

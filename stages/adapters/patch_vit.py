@@ -7,27 +7,24 @@ safetensors file whose tensors have the names and shapes of `weight_shapes`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
 from tensorferry.codecs.errors import BadItem, BadTensor
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
+from tensorferry.stages.adapters.grids import check_grid
 from tensorferry.stages.adapters.options import PatchVitOptions
-from tensorferry.stages.plugin import bad_config, read_options
+from tensorferry.stages.plugin import read_options
+from tensorferry.stages.weights import read_weights, seeded_weights
 
 MERGE = 2  #: patches a side of the block that becomes one embedding, as in Qwen2-VL
-CHECKPOINT = "model.safetensors"  #: looked for where `model.path` is a directory
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FEATURE_DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-Weights = dict[str, torch.Tensor]
 
 
 def weight_shapes(options: PatchVitOptions) -> dict[str, tuple[int, ...]]:
@@ -53,51 +50,6 @@ def weight_shapes(options: PatchVitOptions) -> dict[str, tuple[int, ...]]:
     linear("merger.fc1", merged, merged)
     linear("merger.fc2", merged, options.out_width)
     return shapes
-
-
-def seeded_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> Weights:
-    """float32 weights, the same for the same seed: normal over sqrt(inputs), biases 0, norms 1."""
-    generator = torch.Generator().manual_seed(seed)
-    weights: Weights = {}
-    for name, shape in shapes.items():
-        if name.endswith(".bias"):
-            weights[name] = torch.zeros(shape)
-        elif len(shape) == 1:
-            weights[name] = torch.ones(shape)
-        else:
-            weights[name] = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
-    return weights
-
-
-def read_weights(shapes: dict[str, tuple[int, ...]], path: Path) -> Weights:
-    """The weights in a safetensors file, or in `model.safetensors` of a directory.
-
-    Names and shapes are compared before any tensor is read. Raises ConfigError naming file and tensor.
-    """
-    if path.is_dir():
-        path = path / CHECKPOINT
-    weights: Weights = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = set(file.keys())
-            for problem, names in (
-                ("lacks", shapes.keys() - found),
-                ("has the unknown", found - shapes.keys()),
-            ):
-                if names:
-                    raise bad_config("model.path", f"{path} {problem} tensor {', '.join(sorted(names))}")
-            for name, shape in shapes.items():
-                given = tuple(file.get_slice(name).get_shape())
-                if given != shape:
-                    raise bad_config("model.path", f"{path}: tensor {name} has shape {given}, not {shape}")
-            for name in shapes:
-                tensor = file.get_tensor(name)
-                if not tensor.is_floating_point() or not tensor.isfinite().all():
-                    raise bad_config("model.path", f"{path}: tensor {name} is not all finite floating point")
-                weights[name] = tensor
-    except (OSError, SafetensorError) as problem:
-        raise bad_config("model.path", f"cannot read {path}: {problem}") from problem
-    return weights
 
 
 def grid_positions(grid: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,8 +91,6 @@ class PatchVit:
         Raises ConfigError for an option or a weights file that is not right.
         """
         self._options = read_options("model.options", "patch-vit", PatchVitOptions, spec.options)
-        if spec.seed >= 1 << 64:
-            raise bad_config("model.seed", f"{spec.seed} has more than 64 bits")
         torch.set_num_threads(threads)
         shapes = weight_shapes(self._options)
         if spec.path is None:
@@ -158,7 +108,7 @@ class PatchVit:
         if not items:
             return
         for item in items:
-            _check(item)
+            check_grid(item, MERGE)
         patches, counts = [item.patches for item in items], [item.rows for item in items]
         features = self._features(load([item.index for item in items]), sum(patches))
         self._follow(features.device)
@@ -217,17 +167,3 @@ class PatchVit:
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(x, weight.shape, weight, bias, eps=1e-6)
-
-
-def _check(item: ItemInfo) -> None:
-    """Raise BadItem unless grid, patches and rows of an item agree.
-
-    Without patches nothing bounds the grid (0 frames of 2^30 x 2^30), so such an item is refused too.
-    """
-    frames, height, width = item.grid
-    if not item.patches:
-        raise BadItem(item.index, f"grid {item.grid} has no patches")
-    if frames * height * width != item.patches or height % MERGE or width % MERGE:
-        raise BadItem(item.index, f"grid {item.grid} does not make {item.patches} patches in 2 x 2 blocks")
-    if item.rows * MERGE * MERGE != item.patches:
-        raise BadItem(item.index, f"{item.patches} patches do not make {item.rows} embeddings")

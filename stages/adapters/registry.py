@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
-from tensorferry.stages.adapters.base import ModelAdapter
-from tensorferry.stages.adapters.options import FingerprintOptions, PatchVitOptions, TextOnlyOptions
-from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
+from tensorferry.stages.adapters.base import ModelAdapter, WarmsUp
+from tensorferry.stages.adapters.forms import Form, fingerprint_form, patch_vit_form, tower_form
+from tensorferry.stages.adapters.options import (
+    FingerprintOptions,
+    PackedOptions,
+    PatchVitOptions,
+    TextOnlyOptions,
+    TowerOptions,
+)
+from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +27,42 @@ class BuiltIn:
     options: type[Spec]
     supports_cuda_vmm_feature_transport: bool
     multimodal: bool = True
+    needs: str | None = None  #: a package that the extra `hf` installs
+    form: Callable[[ModelSpec], Form] | None = None  #: of its embeddings
 
 
 BUILT_IN = {
-    "fingerprint": BuiltIn("tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True),
-    "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True),
+    "fingerprint": BuiltIn(
+        "tensorferry.stages.adapters.fingerprint:Fingerprint", FingerprintOptions, True, form=fingerprint_form
+    ),
+    "kimi-k25": BuiltIn(
+        "tensorferry.stages.adapters.kimi_k25:KimiK25",
+        PackedOptions,
+        True,
+        needs="transformers",
+        form=tower_form("kimi-k25", 7168, PackedOptions, "text_hidden_size"),
+    ),
+    "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True, form=patch_vit_form),
+    "qwen2.5-vl": BuiltIn(
+        "tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL",
+        TowerOptions,
+        False,
+        needs="transformers",
+        form=tower_form("qwen2.5-vl", 3584),
+    ),
+    "qwen3-vl": BuiltIn(
+        "tensorferry.stages.adapters.qwen3_vl:Qwen3VL",
+        TowerOptions,
+        True,
+        needs="transformers",
+        form=tower_form("qwen3-vl", 4096),
+    ),
     "text-only": BuiltIn("tensorferry.stages.adapters.text_only:TextOnly", TextOnlyOptions, False, multimodal=False),
 }
+
+#: Families of models, as the names of their members start, and whether they carry the opt-in of promise P7. One that is
+#: not named here does not.
+FAMILIES = {"kimi-k2.5": True, "kimi-k3": True, "qwen2-vl": False, "qwen2.5-vl": False, "qwen3-vl": True}
 
 
 def check_model(spec: ModelSpec) -> None:
@@ -38,15 +75,25 @@ def check_model(spec: ModelSpec) -> None:
         read_options("model.options", spec.adapter, BUILT_IN[spec.adapter].options, spec.options)
 
 
-def make_adapter(spec: ModelSpec, threads: int) -> ModelAdapter:
-    """Import and build the adapter of `spec`, weights and all; a second or more where it needs torch.
+def make_adapter(spec: ModelSpec, threads: int, device: int | None = None) -> ModelAdapter:
+    """Import, build and warm up the adapter of `spec`, weights and all; a second or more where it needs torch.
 
-    threads: compute threads it may use. `spec.adapter` is a name of BUILT_IN or a user's own class,
-    `package.module:Class`, built as `Class(spec, threads)`. Raises ConfigError, and what a plug-in raises.
+    threads: compute threads it may use. device: the GPU that it will find features on; None: they are in host memory.
+    `spec.adapter` is a name of BUILT_IN or a user's own class, `package.module:Class`, built as
+    `Class(spec, threads)`. Raises ConfigError, and what a plug-in raises.
     """
     check_model(spec)
     adapter: ModelAdapter = _class_of(spec.adapter)(spec, threads)
+    if isinstance(adapter, WarmsUp):
+        adapter.warm_up(device)
     return adapter
+
+
+def embedding_form(spec: ModelSpec) -> Form | None:
+    """What the model's embeddings look like, without an import; None: not known (a plug-in). Raises ConfigError."""
+    check_model(spec)
+    built_in = BUILT_IN.get(spec.adapter)
+    return None if built_in is None or built_in.form is None else built_in.form(spec)
 
 
 def takes_media(name: str) -> bool:
@@ -55,21 +102,28 @@ def takes_media(name: str) -> bool:
 
 
 def supports_cuda_vmm_feature_transport(name: str) -> bool:
-    """Whether this adapter has opted in to the cuda_vmm feature transport (promise P7); the default is no.
+    """Whether a model has opted in to the cuda_vmm feature transport (promise P7); the default is no.
 
-    Built-in names are answered without an import; a plug-in is imported, as its class attribute is the
-    answer. Raises ConfigError for a name that is neither.
+    name: of an adapter, or of a model of a known family, such as `Qwen/Qwen3-VL-8B-Instruct`. Both are answered without
+    an import; a plug-in is imported, as its class attribute is the answer. Raises ConfigError for any other name.
     """
-    check_reference("model.adapter", name, BUILT_IN)
     if name in BUILT_IN:
         return BUILT_IN[name].supports_cuda_vmm_feature_transport
+    model = name.rpartition("/")[2].lower()
+    for family, opted_in in FAMILIES.items():
+        if model == family or model.startswith(f"{family}-"):
+            return opted_in
+    check_reference("model.adapter", name, BUILT_IN)
     # A plug-in need not inherit from the protocol, so the attribute may be absent; only a plain True opts in.
     return getattr(_class_of(name), "supports_cuda_vmm_feature_transport", False) is True
 
 
 def _class_of(name: str) -> type[Any]:
     """The class behind a checked name. Raises ConfigError."""
-    found = import_class("model.adapter", BUILT_IN[name].reference if name in BUILT_IN else name)
+    built_in = BUILT_IN.get(name)
+    if built_in:
+        require("model.adapter", name, built_in.needs)
+    found = import_class("model.adapter", built_in.reference if built_in else name)
     if not callable(getattr(found, "encode", None)):
         raise bad_config("model.adapter", f"{name!r} is not a model adapter: it has no method encode")
     return found

@@ -29,6 +29,7 @@ class EngineRequest:
 class EngineResult:
     output_tokens: int
     digests: tuple[bytes, ...] = ()  #: one per item where the engine makes them
+    token_ids: tuple[int, ...] = ()  #: the answer, where the engine gives it back this way; those who stream do not
 
 
 class Engine(Protocol):

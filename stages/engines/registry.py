@@ -1,13 +1,29 @@
-"""From `scheduler.engine` to an engine. Imports no plug-in before it is asked for."""
+"""From `scheduler.engine` to an engine. Imports none that needs torch, and no plug-in, before it is asked for."""
 
 from __future__ import annotations
 
-from tensorferry.pipeline.config import SchedulerSpec
-from tensorferry.stages.engines.base import Engine
-from tensorferry.stages.engines.discard import Discard, DiscardOptions
-from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
+from dataclasses import dataclass
 
-BUILT_IN = {"discard": DiscardOptions}
+from tensorferry.pipeline.config import SchedulerSpec, Spec
+from tensorferry.stages.engines.base import Engine
+from tensorferry.stages.engines.discard import DiscardOptions
+from tensorferry.stages.engines.options import HfCausalOptions
+from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """What is known of an engine without importing it."""
+
+    reference: str
+    options: type[Spec]
+    needs: str | None = None  #: a package that the extra `hf` installs
+
+
+BUILT_IN = {
+    "discard": BuiltIn("tensorferry.stages.engines.discard:Discard", DiscardOptions),
+    "hf-causal": BuiltIn("tensorferry.stages.engines.hf_causal:HfCausal", HfCausalOptions, needs="transformers"),
+}
 
 
 def check_engine(spec: SchedulerSpec) -> None:
@@ -17,17 +33,19 @@ def check_engine(spec: SchedulerSpec) -> None:
     """
     check_reference("scheduler.engine", spec.engine, BUILT_IN)
     if spec.engine in BUILT_IN:
-        read_options("scheduler.options", spec.engine, BUILT_IN[spec.engine], spec.options)
+        read_options("scheduler.options", spec.engine, BUILT_IN[spec.engine].options, spec.options)
 
 
 def make_engine(spec: SchedulerSpec) -> Engine:
     """The engine of `spec`: a name of BUILT_IN, or a user's own class, `package.module:Class`, built as
     `Class(spec)`. Raises ConfigError, and whatever a plug-in raises."""
     check_reference("scheduler.engine", spec.engine, BUILT_IN)
-    if spec.engine == "discard":
-        return Discard(spec.options)
+    if built_in := BUILT_IN.get(spec.engine):
+        require("scheduler.engine", spec.engine, built_in.needs)
+        engine: Engine = import_class("scheduler.engine", built_in.reference)(spec.options)
+        return engine
     found = import_class("scheduler.engine", spec.engine)
     if not callable(getattr(found, "run", None)):
         raise bad_config("scheduler.engine", f"{spec.engine!r} is not an engine: it has no method run")
-    engine: Engine = found(spec)
+    engine = found(spec)
     return engine

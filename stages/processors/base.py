@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from tensorferry.codecs.tensors import View, nbytes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A video as it comes: encoded pictures of one size, in order."""
+
+    frames: Sequence[bytes | memoryview]
+    fps: float | None  #: how many of them are a second; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class AnimatedFile:
+    """A video as one file of several pictures, with its own timing."""
+
+    data: bytes | memoryview
+
+
+Video = Clip | AnimatedFile
+Media = bytes | memoryview | Video
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +48,10 @@ class Plan:
 
 
 class Processor(Protocol):
-    """Turns encoded images into pixel tensors. Thread-safe; called off the event loop."""
+    """Turns encoded images into pixel tensors. Thread-safe; called off the event loop.
+
+    One that takes videos is a `VideoProcessor` too.
+    """
 
     #: Whether `write` can be given a tensor in GPU memory, which it then writes on the current stream. May be absent,
     #: which says no: the tensor is then made on the host and copied.
@@ -45,7 +68,7 @@ class Processor(Protocol):
         """
 
     def largest_item_nbytes(self) -> int:
-        """No tensor of this processor is larger: what a limit or a pool must hold. A bound, at most a few
+        """No image's tensor is larger (a video's may be): what a limit or a pool must hold. A bound, at most a few
         percent above the largest there is."""
 
     def rows_for(self, width: int, height: int) -> int:
@@ -56,14 +79,39 @@ class Processor(Protocol):
         the processor can get: what a replay uses where a trace gives tokens per image."""
 
 
-def write(processor: Processor, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
-    """`Processor.write`, wherever `out` lies."""
+class VideoProcessor(Processor, Protocol):
+    """A processor that takes videos too. The contracts are those of `plan` and `write`."""
+
+    def plan_video(self, video: Video) -> Plan: ...
+
+    def write_video(self, video: Video, plan: Plan, out: View) -> bytes: ...
+
+
+def plan(processor: Processor, media: Media) -> Plan:
+    """`Processor.plan`, or of a video `plan_video`. Raises BadMedia."""
+    return _of_videos(processor).plan_video(media) if isinstance(media, Video) else processor.plan(media)
+
+
+def write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
+    """`Processor.write`, or of a video `write_video`, wherever `out` lies."""
     if out.on_host or getattr(processor, "writes_on_gpu", False):
-        return processor.write(data, plan, out)
+        return _write(processor, media, plan, out)
     here = View.empty(plan.dtype, plan.shape)
-    content_hash = processor.write(data, plan, here)
+    content_hash = _write(processor, media, plan, here)
     out.copy_from(here)
     return content_hash
+
+
+def _write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
+    if isinstance(media, Video):
+        return _of_videos(processor).write_video(media, plan, out)
+    return processor.write(media, plan, out)
+
+
+def _of_videos(processor: Processor) -> VideoProcessor:
+    if not callable(getattr(processor, "plan_video", None)):
+        raise BadMedia("this deployment's processor takes no videos")
+    return cast(VideoProcessor, processor)
 
 
 class BadMedia(Exception):

@@ -6,8 +6,8 @@ pixels only; Pillow's own bomb check, a warning at first, is switched off and no
 
 How a picture becomes 8-bit RGB:
 - orientation (EXIF's; XMP's where EXIF has none; AVIF's own boxes) is applied; a broken one counts as upright;
-- transparency (alpha channel, palette entries, a transparent colour) is laid over white, and so is what a
-  GIF's first picture leaves of its canvas;
+- transparency (alpha channel, palette entries, a transparent colour) is laid over white, and so is what the
+  first picture of a GIF or an animated WebP leaves of its canvas;
 - of an animation or a file of several pictures, the first (of an animated PNG or AVIF, its still picture);
 - gray of 9 to 16 bits is scaled, white to 255, never clipped; 32-bit gray is taken for 16-bit gray, and
   refused when a value lies outside 0..65535; colour of 16 bits a channel keeps the high bytes;
@@ -91,7 +91,8 @@ def header(data: bytes | memoryview, limits: LimitsSpec) -> ImageHeader:
 
     Raises BadMedia: empty, not an image, not an accepted format, broken, or over `limits` in bytes or pixels.
     """
-    with _opened(data, limits) as (_, image, orientation):
+    container = contained(data, limits)
+    with opened(container, limits) as (image, orientation):
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         return ImageHeader(width, height, image.format or "", image.mode)
 
@@ -101,13 +102,9 @@ def upright(data: bytes | memoryview, limits: LimitsSpec) -> Image.Image:
 
     Pillow decodes and converts without Python's lock. Raises BadMedia.
     """
-    with _opened(data, limits) as (container, image, orientation):
-        size = image.size
-        image.load()
-        rgb = _to_rgb(image, container)
-        if rgb.size != size:
-            raise BadMedia(f"the picture is {rgb.width}x{rgb.height}, its header says {size[0]}x{size[1]}")
-        return rgb.transpose(TURNS[orientation]) if orientation in TURNS else rgb
+    container = contained(data, limits)
+    with opened(container, limits) as (image, orientation):
+        return decoded(container, image, orientation)
 
 
 def upright_rgb(data: bytes | memoryview, limits: LimitsSpec) -> npt.NDArray[np.uint8]:
@@ -115,34 +112,54 @@ def upright_rgb(data: bytes | memoryview, limits: LimitsSpec) -> npt.NDArray[np.
     return np.asarray(upright(data, limits))
 
 
+def contained(data: bytes | memoryview, limits: LimitsSpec) -> Container:
+    """The container of an encoded image. Raises BadMedia, as `header`, for what Pillow is not asked about."""
+    nbytes = memoryview(data).nbytes
+    if nbytes > limits.item_mb << 20:
+        raise BadMedia(f"{nbytes} bytes; the limit is {limits.item_mb} MiB (limits.item_mb)")
+    return read_container(data)
+
+
+def decoded(container: Container, image: ImageFile.ImageFile, orientation: int) -> Image.Image:
+    """The picture that an opened image is at, by the policy above; inside the block of `opened`."""
+    size = image.size
+    image.load()
+    rgb = _to_rgb(image, container)
+    if rgb.size != size:
+        raise BadMedia(f"the picture is {rgb.width}x{rgb.height}, its header says {size[0]}x{size[1]}")
+    return rgb.transpose(TURNS[orientation]) if orientation in TURNS else rgb
+
+
 @contextmanager
-def _opened(data: bytes | memoryview, limits: LimitsSpec) -> Iterator[tuple[Container, ImageFile.ImageFile, int]]:
+def opened(container: Container, limits: LimitsSpec) -> Iterator[tuple[ImageFile.ImageFile, int]]:
     """An image that has passed all checks, opened and not decoded, and its orientation.
 
     Whatever is raised inside the block, by Pillow or about the picture, leaves it as BadMedia.
     """
-    nbytes = memoryview(data).nbytes
-    if nbytes > limits.item_mb << 20:
-        raise BadMedia(f"{nbytes} bytes; the limit is {limits.item_mb} MiB (limits.item_mb)")
-    container = read_container(data)
     _check_pixels(container.size, container.coded_pixels, limits)
+    with explained(container.format), Image.open(io.BytesIO(container.data), formats=[container.format]) as image:
+        _check_pixels(image.size, 0, limits)
+        if container.size not in (None, image.size):
+            raise BadMedia(f"of two readings of its header one finds {container.size}, one {image.size}")
+        orientation = container.orientation
+        if orientation is None:  # AVIF: Pillow has written it into EXIF of its own making
+            exif = bytes(image.info.get("exif", b"")).removeprefix(b"Exif\0\0")
+            orientation = exif_orientation(memoryview(exif)) or UPRIGHT
+        yield image, orientation
+
+
+@contextmanager
+def explained(kind: str) -> Iterator[None]:
+    """Whatever is raised inside the block about a file of this format leaves it as BadMedia."""
     try:
-        with Image.open(io.BytesIO(container.data), formats=[container.format]) as image:
-            _check_pixels(image.size, 0, limits)
-            if container.size not in (None, image.size):
-                raise BadMedia(f"of two readings of its header one finds {container.size}, one {image.size}")
-            orientation = container.orientation
-            if orientation is None:  # AVIF: Pillow has written it into EXIF of its own making
-                exif = bytes(image.info.get("exif", b"")).removeprefix(b"Exif\0\0")
-                orientation = exif_orientation(memoryview(exif)) or UPRIGHT
-            yield container, image, orientation
+        yield
     except BadMedia:
         raise
     except UnidentifiedImageError:
-        raise BadMedia(f"starts like {container.format} but cannot be read as such") from None
+        raise BadMedia(f"starts like {kind} but cannot be read as such") from None
     except Exception as problem:  # a plugin raises whatever a broken file leads it to
         text = str(problem)[:200] or "no reason given"
-        raise BadMedia(f"{container.format}: {type(problem).__name__}: {text}") from problem
+        raise BadMedia(f"{kind}: {type(problem).__name__}: {text}") from problem
 
 
 def _check_pixels(size: tuple[int, int] | None, coded_pixels: int, limits: LimitsSpec) -> None:

@@ -16,16 +16,24 @@ from torch.nn import functional
 
 from tensorferry.codecs.memory.pinned import pinned_copy
 from tensorferry.codecs.tensors import View
-from tensorferry.stages.processors.qwen2_vl import CLIP_MEAN, CLIP_STD
 
 
 @torch.inference_mode()
 def write_patches(
-    pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View, patch: int, merge: int, frames: int
+    pixels: npt.NDArray[np.uint8],
+    size: tuple[int, int],
+    out: View,
+    patch: int,
+    merge: int,
+    frames: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    into: slice = slice(None),
 ) -> None:
     """Write a decoded picture, (height, width, 3), into `out`, (patches, 3 * frames * patch * patch), in GPU memory.
 
-    size: the (width, height) to resize to, multiples of patch * merge. The order is `Qwen2VLProcessor`'s.
+    size: the (width, height) to resize to, multiples of patch * merge. mean, std: of each channel, white being 1. into:
+    which frames of the patches it is. The order is `Qwen2VLProcessor`'s.
     """
     height, width, channels = pixels.shape
     device = out.data.device
@@ -34,17 +42,16 @@ def write_patches(
         image = flat.view(height, width, channels).permute(2, 0, 1).unsqueeze(0).float()
         if (width, height) != size:
             image = functional.interpolate(image, (size[1], size[0]), mode="bicubic", antialias=True)
-        mean, std = _constants(device)
-        normal = (image[0].round_().clamp_(0, 255) * (1 / 255) - mean) / std
+        shares = image[0].round_().clamp_(0, 255) * (1 / 255)
+        normal = (shares - _column(mean, device)) / _column(std, device)
         down, across = size[1] // (patch * merge), size[0] // (patch * merge)
         blocks = normal.view(channels, down, merge, patch, across, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
-        target = out.torch().view(down, across, merge, merge, channels, frames, patch, patch)
+        target = out.torch().view(down, across, merge, merge, channels, frames, patch, patch)[:, :, :, :, :, into]
         target.copy_(blocks.unsqueeze(5).expand_as(target))
     out.join()
 
 
 @cache
-def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of red, green and blue, (3, 1, 1), on a device."""
-    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
-    return mean, std
+def _column(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """A number for each channel, (channels, 1, 1), on a device."""
+    return torch.tensor(values, device=device).view(-1, 1, 1)

@@ -9,13 +9,22 @@ from msgspec import Meta
 from tensorferry.pipeline.config import Spec
 
 Extent = Annotated[int, Meta(ge=1, le=256)]
+Frames = Annotated[int, Meta(ge=1, le=4096)]
 Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 
 
+#: What the `qwen3-vl` processor has for defaults: those of preprocessor_config.json and video_preprocessor_config.json
+#: in Qwen3-VL's checkpoints, which for videos differ from the `size` of transformers' Qwen3VLVideoProcessor.
+QWEN3_VL = {
+    "patch_size": 16, "min_pixels": 65_536, "max_pixels": 16_777_216, "normalisation": "half",
+    "video_rule": "qwen3-vl", "video_min_pixels": 4096, "video_max_pixels": 25_165_824,
+}  # fmt: skip
+
+
 class Qwen2VLOptions(Spec, frozen=True):
-    """Defaults are those of transformers 5.24's Qwen2VLImageProcessor: 56 x 56 and 28 x 28 x 1280 pixels, patches
-    of 14, and the last is what the model's README advises too. (Qwen2-VL's own preprocessor_config.json
-    allows 12,845,056 pixels, 12 times as many tokens for one large photo.)
+    """Defaults are those of transformers' Qwen2VLImageProcessor (56 x 56 and 28 x 28 x 1280 pixels, patches of 14, and
+    the last is what the model's README advises too) and Qwen2VLVideoProcessor; a test compares them. (Qwen2-VL's own
+    preprocessor_config.json allows 12,845,056 pixels, 12 times as many tokens for one large photo.)
     """
 
     patch_size: Extent = 14  #: pixels of a patch's side
@@ -23,11 +32,23 @@ class Qwen2VLOptions(Spec, frozen=True):
     temporal_patch_size: Extent = 2  #: frames of a patch; a still image's frame is repeated
     min_pixels: Pixels = 56 * 56  #: smaller images are enlarged
     max_pixels: Pixels = 28 * 28 * 1280  #: larger images are reduced
+    normalisation: Literal["clip", "half"] = "clip"  #: by CLIP's mean and deviation of each colour, or by 0.5 and 0.5
     dtype: Literal["float32", "bfloat16"] = "float32"
+    video_rule: Literal["qwen2-vl", "qwen3-vl"] = "qwen2-vl"  #: how frames are sampled, and what their size goes by
+    video_fps: Annotated[float, Meta(gt=0, le=1000)] = 2.0  #: frames of a second that are looked at
+    video_min_frames: Frames = 4
+    video_max_frames: Frames = 768
+    video_min_pixels: Pixels = 128 * 28 * 28  #: of a frame; with the rule of Qwen3-VL, of all frames together
+    video_max_pixels: Pixels = 768 * 28 * 28
 
     def __post_init__(self) -> None:
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+        if self.video_min_pixels > self.video_max_pixels or self.video_min_frames > self.video_max_frames:
+            raise ValueError(
+                f"video_min_pixels {self.video_min_pixels} or video_min_frames {self.video_min_frames} is above its "
+                f"maximum, {self.video_max_pixels} or {self.video_max_frames}"
+            )
         token_pixels = (self.patch_size * self.merge_size) ** 2
         if self.max_pixels // token_pixels < -(-self.min_pixels // token_pixels):
             raise ValueError(

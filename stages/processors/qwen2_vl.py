@@ -1,7 +1,7 @@
-"""Images as Qwen2-VL sees them: resized to whole patches, normalised, cut into patches in merge order.
+"""Images as Qwen2-VL and later see them: resized to whole patches, normalised, cut into patches in merge order.
 
-Equal, bit for bit in float32 and over the same Pillow, to transformers 5.24's Qwen2VLImageProcessorPil for every
-image that both accept (orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule,
+Equal, bit for bit in float32 and over the same Pillow, to transformers' Qwen2VLImageProcessorPil (5.17 to 5.24) for
+every image that both accept (orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule,
 constants and order.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +19,18 @@ from PIL import Image
 from tensorferry.codecs.tensors import DTYPES, View
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.plugin import read_options
-from tensorferry.stages.processors.base import BadMedia, Plan
+from tensorferry.stages.processors.base import BadMedia, Plan, Video
+from tensorferry.stages.processors.footage import Footage, footage_of
 from tensorferry.stages.processors.image import header, upright
 from tensorferry.stages.processors.options import Qwen2VLOptions
+from tensorferry.stages.processors.video import RULES, padded, resized_together, sampled
 
 #: Mean and standard deviation of red, green and blue over CLIP's training set (openai/CLIP, clip.py).
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 CHANNELS = len(CLIP_MEAN)
+#: What a share of white becomes: (mean, deviation) of red, green and blue, by the name of the option.
+NORMALISATIONS = {"clip": (CLIP_MEAN, CLIP_STD), "half": ((0.5,) * CHANNELS, (0.5,) * CHANNELS)}
 #: The longer side over the shorter, at most; Qwen2-VL refuses more.
 MAX_ASPECT = 200
 
@@ -46,12 +51,53 @@ class Qwen2VLProcessor:
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
         self.factor = patch * merge  #: pixels of a token's side
         self.features = CHANNELS * frames * patch**2
-        self._levels = _levels(self.options.dtype)
-        self._settings = f"qwen2-vl 1 {self.options.dtype} {patch} {merge} {frames}"
+        self._levels = _levels(self.options.dtype, self.options.normalisation)
+        self._settings = f"qwen2-vl 2 {self.options.normalisation} {self.options.dtype} {patch} {merge} {frames}"
 
     def plan(self, data: bytes | memoryview) -> Plan:
         found = header(data, self.limits)
         return self._plan(*self.resized(found.width, found.height))
+
+    def plan_video(self, video: Video) -> Plan:
+        """Read the headers of the frames that will be looked at; see `footage.py` and `video.py`. Raises BadMedia."""
+        *_, plan = self._watched(video)
+        return plan
+
+    def write_video(self, video: Video, plan: Plan, out: View) -> bytes:
+        """Decode, resize and write, one frame after the other; see `write`.
+
+        A patch has temporal_patch_size frames, one behind the other; where they do not come out even, the last is
+        repeated. Pillow resizes (bicubic), where transformers has torchvision's interpolation: on a photo up to 7
+        levels of 256 apart at sharp edges, and 0.04 on average.
+        """
+        footage, numbers, size, found = self._watched(video)
+        if found != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
+            raise BadMedia(f"the video of {len(numbers)} x {size[0]}x{size[1]}, resized, is not the planned one")
+        temporal, rows = self.options.temporal_patch_size, plan.grid[1] * plan.grid[2]
+        digest = self._digest(f"video {plan.grid}" if out.on_host else f"gpu video {plan.grid}")
+        with closing(footage.pictures(padded(numbers, temporal))) as pictures:
+            for position, picture in enumerate(pictures):
+                pixels = _pixels(picture, size, out)
+                patch, frame = divmod(position, temporal)
+                patches = out.rows(patch * rows, (patch + 1) * rows)
+                self._write_patches(pixels, size, patches, slice(frame, frame + 1))
+                digest.update(f"{picture.width}x{picture.height}\n".encode())
+                digest.update(pixels.data)
+        return digest.digest()
+
+    def _watched(self, video: Video) -> tuple[Footage, list[int], tuple[int, int], Plan]:
+        """A video, the frames of it that are looked at, the (width, height) they are resized to, and the plan."""
+        footage = footage_of(video, self.limits)
+        numbers = sampled(self.options, footage.frames, footage.fps)
+        size = self._size_of_frames(len(numbers), footage.size(numbers))
+        return footage, numbers, size, self._plan(*size, -(-len(numbers) // self.options.temporal_patch_size))
+
+    def _size_of_frames(self, frames: int, size: tuple[int, int]) -> tuple[int, int]:
+        """The (width, height) that every frame of a video is resized to."""
+        _check_aspect(*size)
+        if RULES[self.options.video_rule].counts_frames:
+            return resized_together(self.options, frames, size)
+        return self._resized(*size, self.options.video_min_pixels, self.options.video_max_pixels)
 
     def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
         """Decode, resize and write; see `base.Processor`. Two bytes a pixel are needed beside the picture itself.
@@ -64,24 +110,16 @@ class Qwen2VLProcessor:
         size = self.resized(image.width, image.height)
         if self._plan(*size) != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
             raise BadMedia(f"the image of {image.width}x{image.height} is not the one that was planned")
-        if not out.on_host:
-            return self._write_on_gpu(np.asarray(image), size, out)
-        pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+        sizes = f"{size[0]}x{size[1]}" if out.on_host else f"gpu {image.width}x{image.height} {size[0]}x{size[1]}"
+        pixels = _pixels(image, size, out)
         del image  # up to 160 MB, and not needed while the tensor is written
-        self._write_patches(pixels, out)
-        return self._hash(f"{size[0]}x{size[1]}", pixels)
-
-    def _write_on_gpu(self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View) -> bytes:
-        from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
-
-        options = self.options
-        write_patches(pixels, size, out, options.patch_size, options.merge_size, options.temporal_patch_size)
-        return self._hash(f"gpu {pixels.shape[1]}x{pixels.shape[0]} {size[0]}x{size[1]}", pixels)
-
-    def _hash(self, sizes: str, pixels: npt.NDArray[np.uint8]) -> bytes:
-        digest = hashlib.blake2b(f"{self._settings} {sizes}\n".encode(), digest_size=16)
-        digest.update(np.ascontiguousarray(pixels).data)
+        self._write_patches(pixels, size, out)
+        digest = self._digest(sizes)
+        digest.update(pixels.data)
         return digest.digest()
+
+    def _digest(self, sizes: str) -> hashlib.blake2b:
+        return hashlib.blake2b(f"{self._settings} {sizes}\n".encode(), digest_size=16)
 
     def rows_for(self, width: int, height: int) -> int:
         if width * height > self.limits.item_pixels:
@@ -97,19 +135,18 @@ class Qwen2VLProcessor:
         is under min_pixels, both up and rounded up. Very long images can thus stay somewhat over max_pixels.
         Raises BadMedia for empty sizes and for sides more than 200:1 apart.
         """
-        options, factor = self.options, self.factor
-        if width < 1 or height < 1:
-            raise BadMedia(f"an image of {width}x{height}")
-        aspect = max(width, height) / min(width, height)
-        if aspect > MAX_ASPECT:
-            raise BadMedia(f"{width}x{height} is {aspect:.1f}:1; the limit of the aspect ratio is {MAX_ASPECT}:1")
+        _check_aspect(width, height)
+        return self._resized(width, height, self.options.min_pixels, self.options.max_pixels)
+
+    def _resized(self, width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+        factor = self.factor
         across, down = round(width / factor) * factor, round(height / factor) * factor
-        if across * down > options.max_pixels:
-            shrink = math.sqrt((height * width) / options.max_pixels)
+        if across * down > max_pixels:
+            shrink = math.sqrt((height * width) / max_pixels)
             across = max(factor, math.floor(width / shrink / factor) * factor)
             down = max(factor, math.floor(height / shrink / factor) * factor)
-        elif across * down < options.min_pixels:
-            grow = math.sqrt(options.min_pixels / (height * width))
+        elif across * down < min_pixels:
+            grow = math.sqrt(min_pixels / (height * width))
             across = math.ceil(width * grow / factor) * factor
             down = math.ceil(height * grow / factor) * factor
         return across, down
@@ -142,20 +179,29 @@ class Qwen2VLProcessor:
             pixels = max(pixels, tokens * across * factor**2)
         return pixels * CHANNELS * self.options.temporal_patch_size * DTYPES[self.options.dtype]
 
-    def _plan(self, width: int, height: int) -> Plan:
-        """The plan of an image resized to this size."""
+    def _plan(self, width: int, height: int, temporal: int = 0) -> Plan:
+        """The plan of an image resized to this size, or of a video of so many temporal patches."""
         across, down = width // self.options.patch_size, height // self.options.patch_size
-        patches = across * down
+        patches = across * down * (temporal or 1)
         rows = patches // self.options.merge_size**2
-        return Plan("image", (1, down, across), (patches, self.features), self.options.dtype, rows)
+        modality = "video" if temporal else "image"
+        return Plan(modality, (temporal or 1, down, across), (patches, self.features), self.options.dtype, rows)
 
-    def _write_patches(self, pixels: npt.NDArray[np.uint8], out: View) -> None:
+    def _write_patches(
+        self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View, into: slice = slice(None)
+    ) -> None:
         """Normalise (height, width, 3) pixels into `out`, in order: of every merge_size x merge_size
-        block of patches, row by row, its patches; of a patch its channels, of a channel its (equal) frames.
+        block of patches, row by row, its patches; of a patch its channels, of a channel its (equal) frames;
+        into: those of them that are this picture. Pixels have this (width, height); a GPU resizes them to it.
 
         One row of blocks at a time, so that what is between the two stays in the processor's cache.
         """
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
+        if not out.on_host:
+            from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
+
+            write_patches(pixels, size, out, patch, merge, frames, *NORMALISATIONS[self.options.normalisation], into)
+            return
         band = patch * merge
         blocks = pixels.shape[1] // band
         bands = out.data.view(self._levels.dtype).reshape(-1, blocks * merge**2, CHANNELS, frames, patch**2)
@@ -163,17 +209,30 @@ class Qwen2VLProcessor:
             cut = pixels[row * band : (row + 1) * band].reshape(merge, patch, blocks, merge, patch, CHANNELS)
             by_channel = cut.transpose(5, 2, 0, 3, 1, 4).reshape(CHANNELS, blocks * merge**2, 1, patch**2)
             for channel, levels in enumerate(self._levels):
-                target[:, channel] = levels.take(by_channel[channel])
+                target[:, channel, into] = levels.take(by_channel[channel])
 
 
-def _levels(dtype: str) -> npt.NDArray[np.float32 | np.uint16]:
+def _pixels(picture: Image.Image, size: tuple[int, int], out: View) -> npt.NDArray[np.uint8]:
+    """What a tensor is made of, (height, width, 3): the resized picture; for GPU memory as it is, as a GPU resizes."""
+    return np.ascontiguousarray(picture.resize(size, Image.Resampling.BICUBIC) if out.on_host else picture)
+
+
+def _check_aspect(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise BadMedia(f"a picture of {width}x{height}")
+    aspect = max(width, height) / min(width, height)
+    if aspect > MAX_ASPECT:
+        raise BadMedia(f"{width}x{height} is {aspect:.1f}:1; the limit of the aspect ratio is {MAX_ASPECT}:1")
+
+
+def _levels(dtype: str, normalisation: str) -> npt.NDArray[np.float32 | np.uint16]:
     """What each of the 256 levels of each channel becomes: (3, 256) of float32, or of bfloat16's bits.
 
     The arithmetic is in the order and precision of transformers: level times 1/255 in float64, rounded to
     float32; minus the mean and by the deviation in float32.
     """
     scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
-    mean, std = (np.array(values, np.float32)[:, np.newaxis] for values in (CLIP_MEAN, CLIP_STD))
+    mean, std = (np.array(values, np.float32)[:, np.newaxis] for values in NORMALISATIONS[normalisation])
     levels = (scaled - mean) / std
     return levels if dtype == "float32" else bfloat16_bits(levels)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tensorferry.pipeline.config import LimitsSpec, Spec
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
 from tensorferry.stages.processors.base import Processor
-from tensorferry.stages.processors.options import Qwen2VLOptions
+from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,13 @@ class BuiltIn:
 
     reference: str
     options: type[Spec]
+    preset: Mapping[str, object] = field(default_factory=dict)  #: defaults that differ from those of `options`
 
 
-BUILT_IN = {"qwen2-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions)}
+BUILT_IN = {
+    "qwen2-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions),
+    "qwen3-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions, QWEN3_VL),
+}
 
 
 def check_processor(name: str, options: Mapping[str, object]) -> None:
@@ -29,7 +33,7 @@ def check_processor(name: str, options: Mapping[str, object]) -> None:
     """
     check_reference("tokenizer.processor", name, BUILT_IN)
     if name in BUILT_IN:
-        read_options("tokenizer.options", name, BUILT_IN[name].options, options)
+        read_options("tokenizer.options", name, BUILT_IN[name].options, {**BUILT_IN[name].preset, **options})
 
 
 def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec) -> Processor:
@@ -41,5 +45,7 @@ def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec)
     found = import_class("tokenizer.processor", BUILT_IN[name].reference if name in BUILT_IN else name)
     if not callable(getattr(found, "write", None)):
         raise bad_config("tokenizer.processor", f"{name!r} is not a processor: it has no method write")
+    if name in BUILT_IN:
+        options = {**BUILT_IN[name].preset, **options}
     processor: Processor = found(options, limits)
     return processor

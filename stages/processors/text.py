@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,8 +18,18 @@ Ids = npt.NDArray[np.int32]
 
 #: What surrounds and stands for an item's rows, by the names that Qwen2-VL's vocabulary gives them.
 VISION_START, IMAGE_PAD, VISION_END = PLACEHOLDERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+#: Stands for the rows of a video in vocabularies that have it; in others `IMAGE_PAD` does.
+VIDEO_PAD = "<|video_pad|>"
 #: One token a byte of UTF-8, id = byte, then the placeholders. `tests/test_text.py` makes it anew and compares.
 BUNDLED = "bytelevel.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An item's place in a prompt."""
+
+    count: int  #: > 0
+    modality: str = "image"
 
 
 class TextEncoder:
@@ -28,6 +39,7 @@ class TextEncoder:
         """`name`: of the file, for errors. Raises ConfigError where a placeholder is missing."""
         found = {token: tokenizer.token_to_id(token) for token in PLACEHOLDERS}
         ids = {token: number for token, number in found.items() if number is not None}
+        video_pad = tokenizer.token_to_id(VIDEO_PAD)
         if missing := found.keys() - ids.keys():
             raise bad_config(
                 "tokenizer.vocabulary",
@@ -35,12 +47,14 @@ class TextEncoder:
             )
         # A vocabulary may list a placeholder as an ordinary added token, which is found in text whatever
         # encode_special_tokens says; its id stays. Nor may one cut or pad what a user wrote.
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in PLACEHOLDERS])
+        special = PLACEHOLDERS if video_pad is None else (*PLACEHOLDERS, VIDEO_PAD)
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vision_start, self.image_pad, self.vision_end = (ids[token] for token in PLACEHOLDERS)
+        self.video_pad = self.image_pad if video_pad is None else video_pad
         self.size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  #: all ids are below
 
     @classmethod
@@ -98,29 +112,32 @@ class TextEncoder:
             token = self._tokenizer.id_to_token(int(ids[at]))
             raise BadRequest(f"token {at} is {token}, id {ids[at]}; placeholders come from items only")
 
-    def assemble(self, parts: Sequence[Ids | int]) -> tuple[Ids, list[tuple[int, int]]]:
-        """One prompt of the parts of a request, in order: token ids, or for an item its number of rows (> 0).
+    def assemble(self, parts: Sequence[Ids | Rows]) -> tuple[Ids, list[tuple[int, int]]]:
+        """One prompt of the parts of a request, in order: token ids, or for an item its rows.
 
-        An item becomes vision_start, that many image_pad, vision_end. Returns the ids and, for each item in
-        order, (offset, length) of its image_pads.
+        An item becomes vision_start, that many image_pad or video_pad, vision_end. Returns the ids and, for each item
+        in order, (offset, length) of its pads.
         """
-        total = sum(part + 2 if isinstance(part, int) else len(part) for part in parts)
+        total = sum(part.count + 2 if isinstance(part, Rows) else len(part) for part in parts)
         ids = np.empty(total, np.int32)
         spans: list[tuple[int, int]] = []
         end = 0
         for part in parts:
-            if isinstance(part, int):
-                assert part > 0, "an item of no rows"
-                spans.append((end + 1, part))
+            if isinstance(part, Rows):
+                assert part.count > 0, "an item of no rows"
+                last = end + 1 + part.count
+                spans.append((end + 1, part.count))
                 ids[end] = self.vision_start
-                ids[end + 1 : end + 1 + part] = self.image_pad
-                ids[end + 1 + part] = self.vision_end
-                end += part + 2
+                ids[end + 1 : last] = self.video_pad if part.modality == "video" else self.image_pad
+                ids[last] = self.vision_end
+                end = last + 1
             else:
                 ids[end : end + len(part)] = part
                 end += len(part)
         return ids, spans
 
     def _placeholders_in(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = np.isin(ids, (self.vision_start, self.image_pad, self.vision_end))
+        found: npt.NDArray[np.bool_] = np.isin(
+            ids, (self.vision_start, self.image_pad, self.video_pad, self.vision_end)
+        )
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tensorferry.codecs.errors import PoolFull, StaleLease
+from tensorferry.codecs.errors import LeaseNotReady, PoolFull, StaleLease
 from tensorferry.codecs.memory.cuda_driver import Driver
-from tensorferry.codecs.messages import Proxy
+from tensorferry.codecs.messages import Chunks, Confirmed, Proxy, Released, Retired
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
@@ -39,8 +40,8 @@ def create(torch: Any) -> Iterator[Callable[..., Pool]]:
     """Pools of so many chunks."""
     with ExitStack() as pools:
 
-        def make(chunks: int, *, idle_s: float = FOREVER_S, grow_wait_s: float = WAIT_S) -> Pool:
-            options: dict[str, Any] = {"chunk_nbytes": CHUNK, "idle_s": idle_s, "grow_wait_s": grow_wait_s}
+        def make(chunks: int, *, idle_s: float = FOREVER_S, grow_wait_s: float = WAIT_S, **options: Any) -> Pool:
+            options |= {"chunk_nbytes": CHUNK, "idle_s": idle_s, "grow_wait_s": grow_wait_s}
             return pools.enter_context(Pool.create(chunks * CHUNK, 64, memory="cuda_vmm", **options))
 
         yield make
@@ -378,3 +379,84 @@ def test_a_consumer_on_a_peer_gpu_reads_what_grows(
     shrink_to(pool, until)
     peer.ask("upkeep")
     assert is_at(pool, 1, 0)
+
+
+# --- by message ---------------------------------------------------------------------------------------------------
+
+
+def tell(pool: Pool, reader: Reader) -> int:
+    """Bring each what the other has to say; how many leases were acknowledged."""
+    acknowledged = 0
+    for letter in pool.letters():
+        reader.hear(msgspec.msgpack.decode(encode(letter.message), type=Chunks | Retired | Confirmed))
+    for letter in reader.letters():
+        released = msgspec.msgpack.decode(encode(letter.message), type=Released)
+        acknowledged += len(released.leases)
+        answer = pool.hear(released)
+        if answer is not None:
+            reader.hear(msgspec.msgpack.decode(encode(answer.message), type=Confirmed))
+    return acknowledged
+
+
+def test_by_message_complete_bytes_are_told_of_and_finished_reads(torch: Any, create: Any, until: Any) -> None:
+    """Neither side's host waits for its stream, which has 100 ms to do each time."""
+    pool, stream = create(2, mail="posix_fd"), torch.cuda.Stream()
+    assert (torch.full((8,), 7, dtype=torch.uint8, device="cuda") == 7).all()  # loading a kernel waits for the device
+    with Reader() as reader:
+        column = pool.admit(*reader.attach(*pool.export()))
+        with torch.cuda.stream(stream), Publisher(pool).draft([("uint8", (CHUNK,))]) as draft:
+            torch.cuda._sleep(100 * MS)
+            draft.views[0].torch().fill_(7)
+            assert not draft.prepared(column)
+            with pytest.raises(LeaseNotReady):
+                draft.dispatch(column, [])
+            until(lambda: draft.prepared(column))
+            [proxy] = draft.dispatch(column, [])
+        tell(pool, reader)
+        with torch.cuda.stream(stream), reader.open(proxy) as view:
+            torch.cuda._sleep(100 * MS)
+            right = (view.torch() == 7).all()
+        assert tell(pool, reader) == 0, "the read is queued"
+        assert not is_at(pool, 1)
+        until(lambda: tell(pool, reader) == 1)
+        pool.reclaim()
+        assert pool.statistics().lent_slots == 0
+        assert right.item()
+        shrink_to(pool, until, 1)
+        tell(pool, reader)
+        reader.upkeep()
+        tell(pool, reader)
+        assert is_at(pool, 1, 0)
+
+
+def test_by_message_10_000_items_through_a_pool_that_holds_8(torch: Any, create: Any, gpu_peer: Peer) -> None:
+    gpu_peer.ask("start")
+    pool = create(1, mail="posix_fd")
+    column, nbytes, seen = gpu_peer.join(pool), 8 * MIB, 0
+    publisher, under_way = Publisher(pool), deque[tuple[Any, int]]()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for number in range(10_000):
+            while len(under_way) == 8 or not pool.fits([nbytes]):
+                seen += exchange(pool, gpu_peer, under_way, column)
+            draft = publisher.draft([("uint8", (nbytes,))])
+            draft.__enter__()
+            draft.views[0].torch().fill_(number % 251)
+            under_way.append((draft, number % 251))
+        while seen < 10_000:
+            seen += exchange(pool, gpu_peer, under_way, column)
+    assert gpu_peer.ask("wrong") == 0
+
+
+def exchange(pool: Pool, peer: Peer, under_way: deque[tuple[Any, int]], column: int) -> int:
+    """Send what is complete, and bring the letters; how many were sent."""
+    told = [encode(letter.message) for letter in pool.letters()]
+    proxies = []
+    while under_way and under_way[0][0].prepared(column):
+        draft, byte = under_way.popleft()
+        proxies.append((encode(draft.dispatch(column, [])[0]), byte))
+        draft.__exit__()
+    for released in peer.ask("exchange", told, proxies):
+        answer = pool.hear(msgspec.msgpack.decode(released, type=Released))
+        if answer is not None:
+            peer.ask("exchange", [encode(answer.message)], [])
+    return len(proxies)

@@ -22,9 +22,11 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, LimitsSpec, load
+from tensorferry.pipeline.parts import Embeddings
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
+from tensorferry.stages.processors.base import Clip
 from tensorferry.stages.processors.qwen2_vl import CLIP_STD, Qwen2VLProcessor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -40,7 +42,7 @@ tokenizer: {{workers: {tokenizers}, threads: 2, devices: {tokenizer_devices}}}
 encoder: {{ranks: {encoders}, devices: {encoder_devices}}}
 scheduler:
   {{tp_size: {tp_size}, attention_tp_size: {tp_size}, devices: {scheduler_devices}, options: {{digests: true}}}}
-pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}, chunk_mb: 8, idle_s: 0.5}}
+pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}, chunk_mb: 8, idle_s: 0.5, acknowledge: {acknowledge}}}
 embeddings_pool: {{budget_mb: 32}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: 20.0, start_s: 90}}
 telemetry: {{log_level: warning, log_format: json}}
@@ -64,6 +66,7 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., tuple[Deployment, Path]]]:
                 tp_size=1,
                 budget_mb=256,
                 handle_cache="true",
+                acknowledge="words",
             )
             file = tmp_path / "deployment.yaml"
             file.write_text(DEPLOYMENT.format(**(values | settings)))
@@ -159,6 +162,20 @@ def test_the_gpu_resizes_as_the_host_does_to_one_level(torch: Any, width: int, h
     assert levels.max() < (1.1 if (width, height) != (280, 196) else 0.001)
 
 
+@pytest.mark.parametrize(("width", "height"), [(280, 196), (301, 157)])
+def test_the_gpu_makes_videos_as_the_host_does_to_one_level(torch: Any, width: int, height: int) -> None:
+    processor = Qwen2VLProcessor({"video_min_pixels": 3136}, LimitsSpec())
+    clip = Clip([photo(width, height, seed) for seed in range(5)], None)
+    plan = processor.plan_video(clip)
+    views = [View.empty(plan.dtype, plan.shape, device) for device in (None, 0, 0)]
+    hashes = [processor.write_video(clip, plan, view) for view in views]
+    host, gpu, again = (view.host().numpy() for view in views)
+    levels = np.abs(host - gpu) * 255 * min(CLIP_STD)
+    assert levels.max() < (1.1 if (width, height) != (280, 196) else 0.001)
+    assert np.array_equal(gpu, again)
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
 def test_equal_pixels_have_equal_hashes_and_tensors_on_the_gpu(torch: Any) -> None:
     first, second = (processed(photo(300, 200, 5), 0) for _ in range(2))
     assert first[1] == second[1] != processed(photo(300, 200, 6), 0)[1]
@@ -179,8 +196,10 @@ def test_equal_pixels_have_equal_hashes_and_tensors_on_the_gpu(torch: Any) -> No
         (64, {"handle_cache": "false"}),
         (256, {"transport": "cuda_vmm", "tokenizers": 2, "encoders": 2}),
         (6, {"transport": "cuda_vmm", "tp_size": 2}),
+        (256, {"transport": "cuda_vmm", "acknowledge": "messages", "tokenizers": 2, "encoders": 2}),
+        (6, {"transport": "cuda_vmm", "acknowledge": "messages", "tp_size": 2}),
     ],
-    ids=["pool", "half-inline", "no-handle-cache", "elastic", "elastic-half-inline"],
+    ids=["pool", "half-inline", "no-handle-cache", "elastic", "elastic-half-inline", "mail", "mail-half-inline"],
 )
 async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     deploy: Callable[..., tuple[Deployment, Path]], budget_mb: int, settings: dict[str, object]
@@ -202,11 +221,12 @@ async def test_l10_features_stay_on_the_gpu_and_arrive_bit_equal(
     nothing_left(deployment)
 
 
+@pytest.mark.parametrize("acknowledge", ["words", "messages"])
 async def test_an_idle_deployment_s_elastic_pools_hold_a_chunk_each(
-    deploy: Callable[..., tuple[Deployment, Path]],
+    deploy: Callable[..., tuple[Deployment, Path]], acknowledge: str
 ) -> None:
     """Gone within 5 s of idling, the consumers' mappings too."""
-    deployment, file = deploy(transport="cuda_vmm", encoders=2)
+    deployment, file = deploy(transport="cuda_vmm", encoders=2, acknowledge=acknowledge)
 
     def chunks(members: list[wire.Member]) -> float:
         names = ("pool_mapped_nbytes", "pool_retiring_nbytes")
@@ -218,6 +238,30 @@ async def test_an_idle_deployment_s_elastic_pools_hold_a_chunk_each(
         async with asyncio.timeout(5):
             while chunks(await client.refresh()) > 3:  # noqa: ASYNC110  (the answer comes from another process)
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_vmm"])
+@pytest.mark.parametrize("budget_mb", [256, 6])
+async def test_e3_embeddings_of_a_request_go_through_gpu_memory_to_every_scheduler(
+    deploy: Callable[..., tuple[Deployment, Path]], transport: str, budget_mb: int
+) -> None:
+    deployment, file = deploy(transport=transport, tp_size=2, budget_mb=budget_mb)
+    digests = [bytes([number]) * 32 for number in range(64)]
+    items = [
+        Embeddings({"embeddings": np.broadcast_to(np.frombuffer(digest, np.uint8), (4096 + number, 32))})
+        for number, digest in enumerate(digests)
+    ]
+    async with running(deployment, file) as (_, client):
+        image = photo(200, 100, 1)
+        results = await asyncio.gather(*(client.submit(["a", item, image, item]) for item in items))
+        travelled: Counter[str] = Counter()
+        for result, digest in zip(results, digests, strict=True):
+            assert isinstance(result, wire.Result), result
+            assert [item.digest for item in result.items] == [digest, expected(image, 0), digest]
+            travelled.update(item.transport for item in result.items if item.rank == -1)
+        assert travelled[transport] > 3, travelled
+        await all_leases_back(client)
+    nothing_left(deployment)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -273,11 +317,13 @@ async def test_patch_vit_encodes_on_the_gpu(deploy: Callable[..., tuple[Deployme
 
 @pytest.mark.usefixtures("hbm_comes_back")
 @pytest.mark.parametrize("victim", ["tokenizer", "encoder", "scheduler"])
-@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_vmm"])
+@pytest.mark.parametrize(
+    ("transport", "acknowledge"), [("cuda_ipc", "words"), ("cuda_vmm", "words"), ("cuda_vmm", "messages")]
+)
 async def test_r8_nothing_is_left_of_a_deployment_that_lost_a_process(
-    deploy: Callable[..., tuple[Deployment, Path]], victim: str, transport: str
+    deploy: Callable[..., tuple[Deployment, Path]], victim: str, transport: str, acknowledge: str
 ) -> None:
-    deployment, file = deploy(transport=transport)
+    deployment, file = deploy(transport=transport, acknowledge=acknowledge)
 
     async def lose_one() -> None:
         async with running(deployment, file) as (supervisor, client), asyncio.timeout(60):

@@ -18,8 +18,9 @@ import msgspec
 import torch
 
 from tensorferry.codecs.errors import FerryError
-from tensorferry.codecs.messages import Proxy
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.messages import Chunks, Confirmed, Proxy, Retired
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import View, view_of
@@ -41,6 +42,9 @@ class Commands:
         """A new reader; the number of GPUs seen here."""
         self._reader.close()
         self._reader = Reader(device=device, cache_handles=cache_handles)
+        self._stream = torch.cuda.Stream()
+        self._bad = torch.zeros((), dtype=torch.int64, device="cuda")
+        self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.device_count()
 
     # --- as a consumer
@@ -93,6 +97,21 @@ class Commands:
                     torch.cuda._sleep(1_000_000)
                     bad += (tensor != byte).any()
         return int(bad.item())
+
+    def exchange(self, told: list[bytes], jobs: list[tuple[bytes, int]]) -> list[bytes]:
+        """Hear what a pool without shared pages says, read these (proxy, byte); what is to be said to it now."""
+        for message in told:
+            self._reader.hear(msgspec.msgpack.decode(message, type=Chunks | Retired | Confirmed))
+        with torch.cuda.stream(self._stream):
+            for payload, byte in jobs:
+                with self._reader.open(proxy_from(payload)) as view:
+                    self._bad += (view.torch() != byte).any()
+        return [encode(letter.message) for letter in self._reader.letters()]
+
+    def wrong(self) -> int:
+        """How many jobs of exchanges had another byte anywhere."""
+        self._stream.synchronize()
+        return int(self._bad.item())
 
     def hog(self, payload: bytes) -> None:
         """Open it, queue a second of reads, and end the block: acknowledged in a second."""

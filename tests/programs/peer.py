@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
-from tensorferry.codecs.messages import Payload, Proxy
-from tensorferry.codecs.pool.pool import Attachment, Export, Lease, Pool
+from tensorferry.codecs.messages import Chunks, Confirmed, Payload, Proxy, Retired
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
@@ -76,6 +77,13 @@ class Commands:
 
     def upkeep(self) -> None:
         self._reader.upkeep()
+
+    def letters(self) -> list[bytes]:
+        """What is to be told to producers now."""
+        return [encode(letter.message) for letter in self._reader.letters()]
+
+    def hear(self, message: bytes) -> None:
+        self._reader.hear(msgspec.msgpack.decode(message, type=Chunks | Retired | Confirmed))
 
     def read(self, payload: bytes, frames: list[bytes] = []) -> tuple[str, tuple[int, ...], str]:  # noqa: B006
         """Open it, look, and release it: (dtype, shape, digest)."""

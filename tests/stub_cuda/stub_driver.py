@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import mmap
 import os
@@ -112,13 +113,14 @@ def mapped(fd, nbytes, address=None, protection=PROT_RW):
     return found
 
 
+numbers = itertools.count()
 allocations = {}  #: address -> (nbytes, file or None)
 chunks = {}  #: handle -> (descriptor, file or None, imported)
 
 
 def new_file(nbytes):
     """A file whose name another process can be told in the 64 bytes of a handle."""
-    path = FOLDER / f"m{os.getpid()}-{len(os.listdir(FOLDER))}"
+    path = FOLDER / f"m{os.getpid()}-{next(numbers)}"
     path.write_bytes(bytes(nbytes))
     return path
 

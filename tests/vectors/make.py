@@ -51,9 +51,13 @@ MESSAGES: dict[str, wire.Message] = {
         False,
         (wire.Member("encoder", 2, ENCODER.epoch, "ready"), wire.Member("scheduler", 0, 0, "waiting")),
     ),
-    "chunks": wire.Chunks(PROXY.pool, (0, 1), (0, 64 << 20), 64 << 20),
-    "retired": wire.Retired(PROXY.pool, (1,)),
-    "released": wire.Released(ENCODER, PROXY.pool, 4095, LARGEST >> 32),
+    "chunks": wire.Chunks(
+        PROXY.pool, ENCODER.epoch, (wire.Chunk(0, 1, bytes(range(64))), wire.Chunk(1, (1 << 32) - 1))
+    ),
+    "retired": wire.Retired(PROXY.pool, ENCODER.epoch, (wire.Chunk(1, 2),)),
+    "released": wire.Released(PROXY.pool, ENCODER.epoch, ((4095, LARGEST >> 32), (0, 1))),
+    "released, of chunks": wire.Released(PROXY.pool, ENCODER.epoch, (), (1,), (2, (1 << 32) - 1)),
+    "confirmed": wire.Confirmed(PROXY.pool, ENCODER.epoch, ((4095, LARGEST >> 32),)),
     "drain": wire.Drain(ENCODER),
     "drained": wire.Drained(ENCODER),
     "submit": wire.Submit(
@@ -63,6 +67,18 @@ MESSAGES: dict[str, wire.Message] = {
         128,
         30_000,
     ),
+    "submit, a video": wire.Submit(REQUEST, 0, (wire.VideoPart(0, 12, 29_970), wire.VideoPart(12, 2)), 16, 1000),
+    "submit, embeddings": wire.Submit(
+        REQUEST,
+        0,
+        (
+            wire.EmbeddingsPart((wire.Output("embeddings", wire.Inline(0, CODES["bfloat16"], (64, 4096))),)),
+            wire.EmbeddingsPart((wire.Output("embeddings", INLINE), wire.Output("deepstack", INLINE)), "video"),
+        ),
+        16,
+        1000,
+    ),
+    "submit, an animated file": wire.Submit(REQUEST, 0, (wire.AnimationPart(0),), 16, 1000),
     "result": wire.Result(
         REQUEST,
         0,
@@ -71,6 +87,7 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.ItemReport(2, (1, 32, 32), 256, "shm", 4_816_896, b"\xde\xad"),),
         (MARK, wire.Mark("answered", LARGEST)),
     ),
+    "result, with its answer": wire.Result(REQUEST, 0, 5, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"),
     "failed": wire.Failed(REQUEST, 1, wire.Failure("BadItem", "item 3: no image", TOKENIZER, 3)),
     "failed, worth a retry": wire.Failed(REQUEST, 1, wire.Failure("PeerGone", "encoder-2: died", ENCODER, -1, True)),
     "busy": wire.Busy(REQUEST, 0, 200, "256 requests in flight (limits.in_flight_requests)"),
@@ -130,6 +147,9 @@ MESSAGES: dict[str, wire.Message] = {
         (MARK,),
     ),
     "done": wire.Done(REQUEST, 0, TOKENIZER.epoch, SCHEDULER, 128, (b"", b"\xbe\xef"), (MARK,)),
+    "done, with its answer": wire.Done(
+        REQUEST, 0, TOKENIZER.epoch, SCHEDULER, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"
+    ),
     "collected": wire.Collected(REQUEST, 0, TOKENIZER.epoch, SCHEDULER),
 }
 

@@ -16,6 +16,7 @@ WIDTH = 118
 INTEGERS = {
     (0, (1 << 31) - 1): "index",
     (1, (1 << 31) - 1): "generation",
+    (1, (1 << 32) - 1): "serial",
     (0, (1 << 40) - 1): "count",
     (1, (1 << 63) - 1): "nonce",
     (0, (1 << 63) - 1): "natural",
@@ -49,6 +50,8 @@ def _name(kind: inspect.Type, lines: dict[str, str]) -> str:
             return INTEGERS.get((low or 0, high or 0), f"{low}..{high}")
         case inspect.StrType(min_length=low, max_length=high):
             return TEXTS.get((low or 0, high or 0), f"text {low or 0}..{high}")
+        case inspect.LiteralType(values=values):
+            return " | ".join(f'"{value}"' for value in values)
         case inspect.BytesType(min_length=low, max_length=high):
             return f"bytes {high}" if low == high else f"bytes {low or 0}..{high}"
         case inspect.FloatType():

@@ -37,7 +37,7 @@ def read_gif(view: memoryview) -> Container:
     What the picture does not cover of the canvas is empty.
     """
     width, height, flags = unpack_from("<HHB", view, 6)
-    position = 13 + _table_nbytes(flags)
+    position = 13 + table_nbytes(flags)
     for _ in range(MAX_BLOCKS):
         kind = view[position]
         if kind == 0x2C:  # a picture
@@ -48,14 +48,7 @@ def read_gif(view: memoryview) -> Container:
             size = (max(width, box[2]), max(height, box[3]))
             return Container("GIF", view, size, covered=None if box == (0, 0, *size) else box)
         if kind == 0x21:  # an extension: its kind, then blocks up to an empty one
-            position += 2
-            for _ in range(MAX_BLOCKS):
-                nbytes = view[position]
-                position += 1 + nbytes
-                if not nbytes:
-                    break
-            else:
-                raise BadMedia(f"a GIF extension of more than {MAX_BLOCKS} blocks is not accepted")
+            position, _ = blocks_end(view, position + 2)
         elif kind == 0x3B:
             raise BadMedia("a GIF without a picture")
         else:
@@ -63,7 +56,18 @@ def read_gif(view: memoryview) -> Container:
     raise BadMedia(f"a GIF of more than {MAX_BLOCKS} blocks before its first picture is not accepted")
 
 
-def _table_nbytes(flags: int) -> int:
+def blocks_end(view: memoryview, position: int) -> tuple[int, int]:
+    """Where the blocks of a GIF's extension or picture that start at `position` end, behind the empty one; and how many
+    they are."""
+    for blocks in range(1, MAX_BLOCKS + 1):
+        nbytes = view[position]
+        position += 1 + nbytes
+        if not nbytes:
+            return position, blocks
+    raise BadMedia(f"a GIF extension or picture of more than {MAX_BLOCKS} blocks is not accepted")
+
+
+def table_nbytes(flags: int) -> int:
     """Bytes of the colour table that a flags byte announces."""
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
@@ -79,7 +83,7 @@ def read_webp(view: memoryview) -> Container:
     position = 12
     for _ in range(MAX_BLOCKS):
         if position + 8 > end:
-            return Container("WEBP", view, size, exif or xmp or UPRIGHT)
+            return Container("WEBP", _with_alpha(view), size, exif or xmp or UPRIGHT)
         name, (nbytes,) = bytes(view[position : position + 4]), unpack_from("<L", view, position + 4)
         body = view[position + 8 : position + 8 + nbytes]
         if name == b"EXIF":
@@ -89,6 +93,13 @@ def read_webp(view: memoryview) -> Container:
             xmp = xmp_orientation(body)
         position += 8 + nbytes + (nbytes & 1)
     raise BadMedia(f"a WebP of more than {MAX_BLOCKS} chunks is not accepted")
+
+
+def _with_alpha(view: memoryview) -> bytes | memoryview:
+    """An animated WebP made to say that it has transparency: what its pictures leave of the canvas is black if not."""
+    if bytes(view[12:16]) != b"VP8X" or not view[20] & 0x02 or view[20] & 0x10:
+        return view
+    return b"".join((view[:20], bytes([view[20] | 0x10]), view[21:]))
 
 
 def _webp_size(view: memoryview) -> tuple[int, int]:

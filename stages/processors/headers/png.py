@@ -15,18 +15,20 @@ MAX_CHUNKS = 1 << 16
 
 GRAY, COLOUR, PALETTE = 0, 2, 3
 _KEPT = frozenset({b"IHDR", b"PLTE", b"IDAT", b"IEND"})
+_ANIMATED = _KEPT | {b"acTL", b"fcTL", b"fdAT"}
 #: Where ImageMagick keeps EXIF, as lines of hexadecimal digits, from the days before PNG had a chunk for it.
 _LEGACY = re.compile(rb"Raw profile type (?:exif|APP1)\0", re.IGNORECASE)
 _LEGACY_NBYTES = 1 << 18  #: of its text; EXIF has at most 64 KiB
 _XMP = b"XML:com.adobe.xmp\0\0\0"  #: keyword, then "not compressed"
 
 
-def read_png(view: memoryview) -> Container:
-    """Walk a PNG from IHDR to IEND and keep the chunks that make the first picture of it.
+def read_png(view: memoryview, *, animated: bool = False) -> Container:
+    """Walk a PNG from IHDR to IEND and keep the chunks that make the first picture of it, or (animated) all.
 
     Policy: a chunk that makes pixels and whose checksum is wrong is refused, as strict decoders do; Pillow
     alone would show what a damaged IDAT happens to inflate to. Animations are their default image.
     """
+    wanted = _ANIMATED if animated else _KEPT
     kept: list[bytes | memoryview] = [view[:8]]
     exif: int | None = None
     legacy: int | None = None
@@ -50,7 +52,7 @@ def read_png(view: memoryview) -> Container:
             shape = _read_header(body)
         elif name == b"IHDR":
             raise BadMedia("a PNG of two IHDR chunks")
-        if name in _KEPT or (name == b"tRNS" and shape[3] == PALETTE):
+        if name in wanted or (name == b"tRNS" and shape[3] == PALETTE):
             if not sound:
                 raise BadMedia(f"the checksum of a PNG chunk {name!r} is wrong")
             kept.append(view[position:end])

@@ -164,6 +164,7 @@ class Producer(Life):
         ledger = self.pool._ledger
         waiting: Counter[int] = Counter()
         for column, consumer in self.pool._consumers.items():
+            assert consumer.page is not None
             words = consumer.page.words()
             owed = [lease for lease in ledger.outstanding(column) if words[lease.slot] != lease.generation]
             waiting[consumer.epoch] += len(owed)

@@ -1,0 +1,74 @@
+"""The options that say how a trace is read: the same ones wherever a TRACE is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.replay.formats.lengths import Keys, keys_of
+from tensorferry.pipeline.replay.recording import Recording
+from tensorferry.pipeline.replay.window import Moment
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as problem:
+            raise click.BadParameter(str(problem), ctx, param) from None
+
+    return callback
+
+
+def trace_argument(command: _Command) -> _Command:
+    """TRACE: a file, or a folder that is one trace."""
+    return click.argument("trace", type=click.Path(exists=True, path_type=Path))(command)
+
+
+def reading_options(command: _Command) -> _Command:
+    """--rate, --keys and --seed; `opened` takes them."""
+    options = (
+        click.option(
+            "--rate",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Requests a second, evenly, for a trace that has no times.",
+        ),
+        click.option(
+            "--keys",
+            metavar="NAME=KEY,...",
+            callback=_parsed(keys_of),
+            help="Read JSON lines by these keys: time=t,prompt=in,output=out,blocks=h,unit=ms,block_tokens=16.",
+        ),
+        click.option(
+            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is invented."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def window_options(command: _Command) -> _Command:
+    """--start and --end, each a `Moment` or None."""
+    for name, meaning in (("--end", "Up to this time, exclusive."), ("--start", "From this time of the trace on.")):
+        text = f"{meaning} A date, or from the first request: 90, 90s, 1h30m, 250ms."
+        command = click.option(name, metavar="TIME", callback=_parsed(Moment.parse), help=text)(command)
+    return command
+
+
+def opened(trace: Path, rate: float | None, keys: Keys | None, seed: int, *, scheduled: bool = True) -> Recording:
+    """The recording behind a TRACE. scheduled: it has to have times.
+
+    Raises TraceError.
+    """
+    recording = Recording(trace, rate=rate, keys=keys, seed=seed)
+    if scheduled and not recording.scheduled:
+        problem = f"a {recording.name} trace says in which order, not when; give it times with --rate"
+        raise TraceError(str(trace), None, problem)
+    return recording

@@ -1,0 +1,76 @@
+"""Traces written from traces: in tensorferry's own format, or the lines of a part as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.replay.formats.own import line_of
+from tensorferry.pipeline.replay.recording import Recording, Tally
+from tensorferry.pipeline.replay.request import Image, Request
+from tensorferry.pipeline.replay.selection import Conversations, Selection
+from tensorferry.pipeline.replay.whole import write_whole
+
+
+def convert(recording: Recording, survey: Tally, selection: Selection, out: Path) -> None:
+    """Write the selected requests to `out` in tensorferry's own format, in the order of time and on the trace's own
+    clock. It appears whole or not at all. Images that are files stay where they are."""
+    write_whole(out, _own_lines(selection.of(recording.in_order(survey)), recording.folder, out.resolve().parent))
+
+
+def cut(recording: Recording, selection: Selection, out: Path) -> Tally:
+    """Write the lines of the selected requests as they are, in the order of the file, below its header.
+
+    A line with several turns is kept by its first; one whose time counts from the turn before goes where that goes.
+    Raises TraceError where the copy could not be read as the same requests.
+    """
+    if recording.drawn:
+        problem = "its requests are drawn from statistics, so there are no lines of it to cut; use `trace convert`"
+        raise TraceError(str(recording.path), None, problem)
+    tally = Tally()
+    elsewhere = out.resolve().parent != recording.folder
+    write_whole(out, _kept_lines(recording, selection, tally, elsewhere))
+    return tally
+
+
+def _own_lines(requests: Iterable[Request], source: Path, target: Path) -> Iterator[bytes]:
+    for request in requests:
+        if source != target and any(_relative(image) for image in request.images):
+            images = tuple(_moved(image, source, target) for image in request.images)
+            request = msgspec.structs.replace(request, images=images)
+        yield line_of(request, request.at_ns)
+
+
+def _moved(image: Image, source: Path, target: Path) -> Image:
+    return Image(path=os.path.relpath(source / image.path, target)) if _relative(image) else image
+
+
+def _relative(image: Image) -> bool:
+    return bool(image.path) and not Path(image.path).is_absolute()
+
+
+def _kept_lines(recording: Recording, selection: Selection, tally: Tally, elsewhere: bool) -> Iterator[bytes]:
+    conversations, followed = Conversations(), set[str]()
+    if recording.header:
+        yield recording.header + b"\n"
+    with closing(recording.lines(tally)) as lines:
+        for line, requests in lines:
+            first = requests[0]
+            kept = first.session in followed if first.think_ns is not None else selection.within(first.at_ns)
+            if not (kept and selection.drawn(conversations, first)):
+                selection.left += len(requests)
+                if first.think_ns is None:
+                    followed.discard(first.session)
+                continue
+            if first.session:
+                followed.add(first.session)
+            if elsewhere and any(_relative(image) for request in requests for image in request.images):
+                problem = "its images lie relative to it; write the copy beside it, or use `trace convert`"
+                raise TraceError(str(recording.path), first.line, problem)
+            selection.kept += len(requests)
+            yield line + b"\n"

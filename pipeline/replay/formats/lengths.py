@@ -1,0 +1,102 @@
+"""Traces that count tokens: a JSON object a line with a time, two lengths, and often identities of the prompt's
+blocks. They differ in what their keys are called and, worse, in their units."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from tensorferry.pipeline.replay.formats.objects import identity, json_object, list_of_integers
+from tensorferry.pipeline.replay.request import MAX_OUTPUT_TOKENS, MAX_TOKENS, BrokenRow, Image, Request
+from tensorferry.pipeline.replay.values import NS, nanoseconds, number, whole
+
+_UNITS_NS = {"s": NS, "ms": NS // 1000, "us": 1000, "ns": 1}
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """Which keys such a trace has, and what they mean."""
+
+    name: str
+    unit_ns: int  #: of the time
+    block_tokens: int
+    time: str = "timestamp"
+    prompt: str = "input_length"
+    output: str = "output_length"
+    blocks: str = "hash_ids"
+    id: str = ""
+    parent: str = ""
+    session: str = ""
+    image_flag: str = ""  #: a key whose value "image" says that there was one, and no more
+
+
+def keys_of(text: str) -> Keys:
+    """`time=ts,prompt=in,output=out,blocks=h,unit=s,block_tokens=16`: what vLLM's timed_trace has flags for.
+
+    unit: s, ms, us, ns, or how many seconds one unit is. Raises ValueError with a sentence.
+    """
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    names = {name: given.pop(name) for name in ("time", "prompt", "output", "blocks", "session", "id") if name in given}
+    unit, block_tokens = given.pop("unit", ""), given.pop("block_tokens", "16")
+    if given or not all(names.values()):
+        known = "time, prompt, output, blocks, session, id, unit, block_tokens"
+        raise ValueError(f"{text!r} is not a list of name=key; the names are {known}")
+    try:
+        exact = Decimal(_UNITS_NS.get(unit) or Decimal(unit) * NS)
+        inside = 1 <= exact <= 10**18  # compared as it is: 1e999999 is short as a decimal alone
+    except ArithmeticError:  # no number, NaN, or beyond what a Decimal can hold
+        raise ValueError(f"unit={unit}: say s, ms, us, ns, or how many seconds one unit is, such as 0.001") from None
+    if not inside:
+        raise ValueError(f"unit={unit} is not between a nanosecond and 10^9 seconds")
+    unit_ns = int(exact)
+    if not block_tokens.isascii() or not block_tokens.isdigit() or not 1 <= int(block_tokens) <= MAX_TOKENS:
+        raise ValueError(f"block_tokens={block_tokens} is not a number of tokens")
+    return Keys("timed-trace", unit_ns, int(block_tokens), **names)
+
+
+class LengthRows:
+    """The rows of such a trace."""
+
+    wall = False
+    first_line = 1
+
+    def __init__(self, keys: Keys, *, timed: bool = True) -> None:
+        self.name, self._keys, self.timed = keys.name, keys, timed
+
+    def parse(self, line: str, number_of_line: int) -> Request:
+        row, keys = json_object(line), self._keys
+        tokens = whole(row.get(keys.prompt), keys.prompt, MAX_TOKENS)
+        if not tokens:
+            raise BrokenRow("empty", f"{keys.prompt} is 0")
+        parent = identity(row.get(keys.parent), keys.parent)
+        image = bool(keys.image_flag) and row.get(keys.image_flag) == "image"
+        return Request(
+            line=number_of_line,
+            at_ns=self._at_ns(row) if self.timed else 0,
+            output_tokens=whole(row.get(keys.output), keys.output, MAX_OUTPUT_TOKENS),
+            id=identity(row.get(keys.id), keys.id),
+            text_tokens=None if image else tokens,
+            context_tokens=tokens if image else None,
+            images=(Image(),) if image else (),
+            blocks=_blocks(row.get(keys.blocks), keys.blocks),
+            block_tokens=keys.block_tokens,
+            session=identity(row.get(keys.session), keys.session),
+            parent="" if parent == "-1" else parent,
+            notes=("number_of_images_assumed",) if image else (),
+        )
+
+    def _at_ns(self, row: dict[str, Any]) -> int:
+        value = row.get(self._keys.time)
+        if isinstance(value, str):  # RAGPulse writes its seconds so
+            value = number(value, self._keys.time)
+        return nanoseconds(value, self._keys.time, self._keys.unit_ns)
+
+
+def _blocks(value: object, name: str) -> tuple[int, ...]:
+    """A list; or RAGPulse's lists for each part of a prompt, which follow each other in it."""
+    if value is None:
+        return ()
+    if isinstance(value, dict):
+        return tuple(block for part, ids in value.items() for block in list_of_integers(ids, f"{name}.{part}"))
+    return list_of_integers(value, name)

@@ -1,0 +1,74 @@
+"""References to images as requests carry them: only those whose bytes are here, in the request or on this
+machine. A replay fetches nothing, so that it depends on nobody's server."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from tensorferry.pipeline.replay.request import BrokenRow, Image
+
+_MAX_PATH_CHARACTERS = 4096
+_SHOWN = 40
+
+
+def image_at(reference: object, name: str, *, bare_paths: bool = True) -> Image:
+    """An image by a `data:` URI, a `file:` URL or (bare_paths) a path.
+
+    Raises BrokenRow: remote_image for what lies elsewhere, bad_value for what is none of them.
+    """
+    if not isinstance(reference, str) or not reference:
+        raise BrokenRow("bad_value", f"{name} is not a reference to an image")
+    scheme = reference[:5].casefold()
+    if scheme == "data:":
+        return Image(data=_data(reference, name))
+    if scheme == "file:":
+        try:
+            parts = urlsplit(reference)
+            path = unquote(parts.path, errors="strict")
+        except ValueError as problem:  # a broken host, or bytes that are not UTF-8
+            raise BrokenRow("bad_value", f"{name} is {reference[:_SHOWN]!r}, no file: URL: {problem}") from None
+        if parts.netloc not in ("", "localhost"):
+            raise BrokenRow("remote_image", f"{name} is {reference[:_SHOWN]!r}, on another machine")
+        return Image(path=local_path(path, name))
+    if "://" in reference:
+        raise BrokenRow("remote_image", f"{name} is {reference[:_SHOWN]!r}; replay sends data: and file: only")
+    if not bare_paths:
+        raise BrokenRow("bad_value", f"{name} is {reference[:_SHOWN]!r}, neither a data: nor a file: URL")
+    return Image(path=local_path(reference, name))
+
+
+def local_path(value: object, name: str) -> str:
+    """A path as a trace may name it. Raises BrokenRow (bad_value)."""
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_PATH_CHARACTERS or "\0" in value:
+        raise BrokenRow("bad_value", f"{name} is not a path")
+    if "://" in value or value.startswith("data:"):
+        raise BrokenRow("bad_value", f"{name} is {value[:_SHOWN]!r}; a path names a local file")
+    return value
+
+
+def decoded(value: object, name: str) -> bytes:
+    """Base64. Raises BrokenRow (bad_value)."""
+    try:
+        if not isinstance(value, str):
+            raise ValueError("not a string")
+        data = base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as problem:
+        raise BrokenRow("bad_value", f"{name} is not base64: {problem}") from None
+    if not data:
+        raise BrokenRow("bad_value", f"{name} is empty")
+    return data
+
+
+def _data(uri: str, name: str) -> bytes:
+    """RFC 2397: data:[<type>][;base64],<data>."""
+    kind, comma, payload = uri[len("data:") :].partition(",")
+    if not comma:
+        raise BrokenRow("bad_value", f"{name} is a data: URI without a comma")
+    if kind.casefold().endswith(";base64"):
+        return decoded(payload, name)
+    data = unquote_to_bytes(payload)
+    if not data:
+        raise BrokenRow("bad_value", f"{name} is empty")
+    return data

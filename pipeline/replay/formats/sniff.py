@@ -1,0 +1,107 @@
+"""Which format a trace is, told by what is in it; and kind words for what is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.replay.formats.base import Format
+from tensorferry.pipeline.replay.formats.columns import DELIMITERS, read_header, split
+from tensorferry.pipeline.replay.formats.objects import json_object
+from tensorferry.pipeline.replay.formats.table import AZURE_LLM, AZURE_LMM, CSV, FOREIGN, JSON, READABLE
+from tensorferry.pipeline.replay.request import BrokenRow
+from tensorferry.pipeline.replay.values import number, wall_clock
+
+#: Enough lines to see past a few broken ones at the start of a file.
+HEAD_LINES = 64
+#: Makes a format anew, for each pass over the file.
+Maker = Callable[[], Format]
+
+
+def recognise(file: str, head: Sequence[tuple[int, str]]) -> Maker:
+    """The format of a file that starts with these lines (number, text; none of them blank).
+
+    Raises TraceError: nothing we know, or no header.
+    """
+    if not head:
+        raise TraceError(file, None, "an empty file")
+    first_line, first = head[0]
+    if first.lstrip()[0] == "{":
+        return _json_format(file, head)
+    if first.lstrip()[0] == "[":
+        raise TraceError(file, first_line, f"a JSON array; replay reads one object a line: {READABLE}")
+    return _csv_format(file, first_line, first)
+
+
+def _json_format(file: str, head: Sequence[tuple[int, str]]) -> Maker:
+    """By the keys of the first object that says something."""
+    rows: list[dict[str, Any]] = []
+    for _, text in head:
+        try:
+            rows.append(json_object(text))
+        except BrokenRow:
+            continue
+    for row in rows:
+        for kind in JSON:
+            if kind.knows(row):
+                timed = any(_says_when(one) for one in rows)
+                read = kind.read
+                return lambda: read(timed)
+    if not rows:
+        start = "".join(text for _, text in head)
+        for word, what in FOREIGN:
+            if f'"{word}"' in start:
+                raise TraceError(file, head[0][0], f"this looks like {what}; replay reads {READABLE}")
+        problem = f"none of the first {len(head)} lines is a JSON object of its own"
+        raise TraceError(file, head[0][0], f"{problem}; replay reads {READABLE}")
+    keys = ", ".join(sorted(rows[0])[:8])
+    raise TraceError(
+        file, head[0][0], f"objects with the keys {keys[:200]} are no trace that replay knows; it reads {READABLE}"
+    )
+
+
+def _says_when(row: dict[str, Any]) -> bool:
+    turns = row.get("turns")
+    inner = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    return any(one.get("timestamp") is not None for one in (row, *inner))
+
+
+def _csv_format(file: str, line: int, header: str) -> Maker:
+    """By the names in the header, under whichever delimiter makes them appear."""
+    best: list[str] = []
+    for delimiter in DELIMITERS:
+        try:
+            cells = [cell.strip() for cell in split(header, delimiter)]
+        except BrokenRow:
+            continue
+        names = {cell.casefold() for cell in cells}
+        for kind in CSV:
+            if kind.known_by.casefold() in names:
+                read_header(file, kind, cells, delimiter, line)  # raises now rather than at the first pass
+                return lambda kind=kind, cells=cells, delimiter=delimiter: read_header(  # type: ignore[misc]
+                    file, kind, cells, delimiter, line
+                )
+        best = max(best, cells, key=len)
+    if len(best) == 6 and best[3] in ("Gamma", "Weibull", ""):
+        problem = "these are ServeGen's statistics of a client; give the file under its own name, chunk-<i>-trace.csv,"
+        raise TraceError(file, line, f"{problem} beside chunk-<i>-dataset.json, or the folder of both (docs/traces.md)")
+    if _is_data(best):
+        columns = {len(kind.required): kind.required for kind in (AZURE_LLM, AZURE_LMM)}.get(len(best))
+        advice = f", such as {','.join(columns)}" if columns else ""
+        raise TraceError(file, line, f"no header: the first line is data already. Add a line of column names{advice}")
+    raise TraceError(file, line, f"not a trace that replay knows; it reads {READABLE}")
+
+
+def _is_data(cells: list[str]) -> bool:
+    """Whether these cells are values rather than names: a time or a number comes first."""
+    if len(cells) < 2:
+        return False
+    try:
+        wall_clock(cells[0], "")
+    except BrokenRow:
+        try:
+            number(cells[0], "")
+        except BrokenRow:
+            return False
+    return True

@@ -1,0 +1,258 @@
+"""A trace where it lies: recognised once, read as often as need be, never held in memory.
+
+A file in the order of time is streamed. One that is not is read by an index of 24 bytes a row: when, at which offset,
+and which line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.replay.formats.base import Format, Parsed
+from tensorferry.pipeline.replay.formats.lengths import Keys, LengthRows
+from tensorferry.pipeline.replay.formats.servegen import CLIENT, Clients
+from tensorferry.pipeline.replay.formats.sniff import HEAD_LINES, Maker, recognise
+from tensorferry.pipeline.replay.request import BrokenRow, Drop, Request
+from tensorferry.pipeline.replay.source import Source
+from tensorferry.pipeline.replay.values import NS, wall_text
+from tensorferry.pipeline.replay.window import Window
+
+#: Of each reason, how many dropped rows keep their sentence; a file may have a million of them.
+NAMED_PER_REASON = 5
+#: A line of AIPerf's multi_turn may have so many turns: the index packs line and turn in eight bytes.
+MAX_TURNS = 1 << 16
+#: Times fit into eight bytes there; for dates, that is until the year 2261.
+MAX_AT_NS = 92 * 10**17
+
+Dropped = Callable[[Drop], None]
+
+
+class Tally(msgspec.Struct):
+    """What one pass has met so far."""
+
+    read: int = 0  #: rows; always those kept + those dropped
+    kept: int = 0
+    inversions: int = 0  #: rows that lay before an earlier one in the file
+    first_inversion: int = 0  #: the line of the first of them
+    largest_fall_ns: int = 0  #: by how much, at most
+    first_ns: int = 0  #: the earliest
+    last_ns: int = 0  #: the latest
+    linked: int = 0  #: requests that name the one they follow
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)  #: by reason
+    named: list[Drop] = msgspec.field(default_factory=list)  #: the first few of each reason
+    notes: Counter[str] = msgspec.field(default_factory=Counter)  #: kept as they are and worth knowing
+
+    @property
+    def span_ns(self) -> int:
+        return self.last_ns - self.first_ns
+
+    @property
+    def glued(self) -> bool:
+        """Whether the file looks like several recordings one after the other, each from its own start: sorted, they
+        lie on top of each other."""
+        return 0 < self.inversions <= 16 and self.largest_fall_ns * 2 > self.span_ns
+
+
+class Recording:
+    """A trace of any known format.
+
+    rate: requests a second for a trace that says no times, which are then this far apart; a trace that says them
+    refuses it. keys: reads a JSON trace by these keys, whatever it looks like. seed: of what is drawn, as the
+    requests of ServeGen's clients are.
+    """
+
+    def __init__(self, path: Path, *, rate: float | None = None, keys: Keys | None = None, seed: int = 0) -> None:
+        """Raises TraceError, naming file and line, for what is no trace."""
+        self.path = path
+        self._source = Source(path)
+        self._clients = [file for file in self._source.files if CLIENT.fullmatch(file.name)]
+        self._make: Maker
+        if self._clients:
+            clients = Clients(self._clients, seed)
+            self._make = lambda: clients
+        elif keys is not None:
+            chosen = keys
+            self._make = lambda: LengthRows(chosen)
+        else:
+            with closing(self._source.lines()) as lines:
+                texts = ((number, str(line, "utf-8", "surrogateescape")) for number, _, line in lines)
+                rows = ((number, text) for number, text in texts if text and not text.isspace())
+                self._make = recognise(str(path), list(islice(rows, HEAD_LINES)))
+        form = self._make()
+        self.name, self.wall, self.timed = form.name, form.wall, form.timed
+        self.header = self._line(form.first_line - 1) if form.first_line > 1 else b""  #: of a CSV file
+        if rate is not None and form.timed:
+            raise TraceError(str(path), None, f"a {form.name} trace has times of its own, so it takes no rate")
+        self.rate = rate
+        self._every_ns = None if rate is None else NS / rate
+
+    @property
+    def folder(self) -> Path:
+        """What relative paths of images are relative to."""
+        return self._source.folder
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether its requests have times, be they recorded or given by a rate."""
+        return self.timed or self._every_ns is not None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its requests are drawn from statistics rather than recorded."""
+        return bool(self._clients)
+
+    def sha256(self) -> str:
+        return self._source.sha256()
+
+    def time_text(self, at_ns: int) -> str:
+        """A time of it, for people."""
+        return wall_text(at_ns) if self.wall else f"{at_ns / NS:.3f} s"
+
+    def requests(
+        self, tally: Tally, dropped: Dropped = lambda drop: None, *, limit: int | None = None
+    ) -> Generator[Request]:
+        """Its requests in the order of the file; with `limit`, those of its first so many rows. To be closed.
+
+        `tally` counts along. dropped: told each broken row. Raises TraceError.
+        """
+        for _, request in self._pass(self._make(), tally, dropped, limit):
+            yield request
+
+    def lines(self, tally: Tally) -> Generator[tuple[bytes, list[Request]]]:
+        """Each line that says at least one request, without its end, and those. To be closed."""
+        form = self._make()
+        assert not isinstance(form, Clients)
+        here: list[Request] = []
+        with self._source.seekable() as lines:
+            last: int | None = None
+            for offset, request in self._pass(form, tally, lambda drop: None, None):
+                if last is not None and offset != last:
+                    yield lines.at(last).rstrip(b"\r\n"), here
+                    here = []
+                last = offset
+                here.append(request)
+            if last is not None:
+                yield lines.at(last).rstrip(b"\r\n"), here
+
+    def bounds_ns(self, window: Window, first_ns: int) -> tuple[int | None, int | None]:
+        """A window on its own clock. Raises TraceError for dates where it has none."""
+        if window.absolute and not self.wall:
+            problem = f"a {self.name} trace has no dates; give times from its start, such as 90s"
+            raise TraceError(str(self.path), None, problem)
+        return window.bounds_ns(first_ns)
+
+    def survey(self) -> Tally:
+        """One pass from end to end. Raises TraceError where there is not a single row."""
+        tally = Tally()
+        for _ in self.requests(tally):
+            pass
+        if not tally.read:
+            raise TraceError(str(self.path), None, f"a {self.name} trace without a single row")
+        return tally
+
+    def in_order(self, survey: Tally) -> Generator[Request]:
+        """Its requests in the order of time, equal times in that of the file. survey: what `survey` returned."""
+        if not survey.inversions:
+            yield from self.requests(Tally())
+            return
+        form = self._make()
+        # Reading is restarted with what is known by now, so the index has its size before it is filled.
+        index = np.empty((3, survey.kept), np.int64)
+        for row, (offset, request) in enumerate(self._pass(form, Tally(), lambda drop: None, None)):
+            index[:, row] = request.at_ns, offset, request.line * MAX_TURNS + request.turn
+        order = np.argsort(index[0], kind="stable")
+        for column in index:
+            column[:] = column[order]
+        del order
+        with self._source.seekable() as lines:
+            for at_ns, offset, place in zip(*map(memoryview, index), strict=True):  # type: ignore[arg-type]
+                number, turn = divmod(place, MAX_TURNS)
+                parsed = form.parse(str(lines.at(offset), "utf-8").rstrip("\r\n"), number)
+                if not isinstance(parsed, Request):
+                    parsed = next(one for one in parsed if isinstance(one, Request) and one.turn == turn)
+                # What a row says of its time may be relative to another one's.
+                yield parsed if parsed.at_ns == at_ns else msgspec.structs.replace(parsed, at_ns=at_ns)
+
+    def _line(self, wanted: int) -> bytes:
+        with closing(self._source.lines()) as lines:
+            return next(line.rstrip(b"\r\n") for number, _, line in lines if number == wanted)
+
+    def _pass(self, form: Format, tally: Tally, dropped: Dropped, limit: int | None) -> Iterator[tuple[int, Request]]:
+        """(offset of its line, request)."""
+        last_ns = None
+        for offset, parsed in self._rows(form):
+            for one in (parsed,) if isinstance(parsed, Request | Drop) else parsed:
+                if limit is not None and tally.read >= limit:
+                    return
+                tally.read += 1
+                if isinstance(one, Drop):
+                    dropped(self._count(tally, one))
+                    continue
+                if self._every_ns is not None:
+                    one = msgspec.structs.replace(one, at_ns=one.at_ns + round((tally.read - 1) * self._every_ns))
+                at_ns = one.at_ns
+                if not -MAX_AT_NS < at_ns < MAX_AT_NS:
+                    dropped(self._count(tally, Drop(one.line, "out_of_range", "a time centuries from its start")))
+                    continue
+                if last_ns is None:
+                    tally.first_ns = tally.last_ns = at_ns
+                elif at_ns < last_ns:
+                    tally.inversions += 1
+                    tally.first_inversion = tally.first_inversion or one.line
+                    tally.largest_fall_ns = max(tally.largest_fall_ns, last_ns - at_ns)
+                    tally.first_ns = min(tally.first_ns, at_ns)
+                if at_ns > tally.last_ns:
+                    tally.last_ns = at_ns
+                last_ns = at_ns
+                tally.kept += 1
+                if one.parent:
+                    tally.linked += 1
+                if one.notes or one.blocks or not one.output_tokens:
+                    tally.notes.update(_notes(one))
+                yield offset, one
+
+    def _rows(self, form: Format) -> Iterator[tuple[int, Parsed | Drop]]:
+        """(offset, what is there) of each line that is a row, broken or not."""
+        if isinstance(form, Clients):
+            yield from ((0, row) for row in form.rows())
+            return
+        parse, first_line = form.parse, form.first_line
+        with closing(self._source.lines()) as lines:
+            for number, offset, raw in lines:
+                if number < first_line:
+                    continue
+                try:
+                    line = str(raw, "utf-8").rstrip("\r\n")
+                    if not line or line.isspace():  # a blank line is no row
+                        continue
+                    yield offset, parse(line, number)
+                except UnicodeDecodeError:
+                    yield offset, Drop(number, "not_utf8", "not UTF-8 text")
+                except BrokenRow as broken:
+                    yield offset, Drop(number, broken.reason, broken.problem)
+
+    def _count(self, tally: Tally, drop: Drop) -> Drop:
+        """The drop as it is kept: with its sentence if it is among the first of its reason."""
+        tally.dropped[drop.reason] += 1
+        if tally.dropped[drop.reason] > NAMED_PER_REASON:
+            return Drop(drop.line, drop.reason, "")
+        named = Drop(drop.line, drop.reason, self._source.place(drop.line) + drop.problem)
+        tally.named.append(named)
+        return named
+
+
+def _notes(request: Request) -> list[str]:
+    notes = list(request.notes)
+    if not request.output_tokens:
+        notes.append("no_output_tokens")
+    if request.blocks and len(request.blocks) * request.block_tokens < (request.text_tokens or 0):
+        notes.append("fewer_block_ids_than_tokens")
+    return notes

@@ -1,0 +1,78 @@
+"""Attention within the stretches of a packed batch, in one call however many there are and however long.
+
+Equal stretches are the rows of a dense batch. Others go to torch's variable-length attention where that is (bfloat16 or
+float16 on a GPU of compute capability 8.0 or more; torch 2.11, `torch.nn.attention.varlen`, whose FlashAttention takes
+heads of a multiple of 8 up to 256 wide), and elsewhere one after the other through dense attention.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Stretches(NamedTuple):
+    """How the patches of a batch fall into stretches, each of which attends to itself. A tuple, for torch.compile."""
+
+    ends: torch.Tensor  #: int32 (stretches + 1,), from 0 to the number of patches, where the patches are
+    ends_on_host: torch.Tensor  #: the same; where there is no variable-length attention, torch must be told
+    equal: int  #: how many there are, if all are equally long; else 0
+    longest: int  #: patches of the longest
+
+
+def stretches_of(ends: torch.Tensor, device: torch.device) -> Stretches:
+    """ends: `Stretches.ends` on the host. They are copied on the device's current stream, and not waited for."""
+    lengths = np.diff(ends.numpy())
+    longest = int(lengths.max())
+    moved = (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
+    return Stretches(moved, ends, len(lengths) if int(lengths.min()) == longest else 0, longest)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stretches: Stretches) -> torch.Tensor:
+    """q, k, v: (patches, heads, head width) each, not masked within a stretch. Returns (patches, width)."""
+    if stretches.equal:
+        shape = (stretches.equal, stretches.longest, *q.shape[1:])
+        q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # (stretches, heads, patches, head width)
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
+    mixed: torch.Tensor = _attend_unequal(q, k, v, stretches.ends, stretches.ends_on_host, stretches.longest)
+    return mixed.flatten(1)
+
+
+def takes_unequal(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
+    """Whether torch's variable-length attention takes such heads."""
+    if device.type != "cuda" or dtype not in _HALF or head_width % 8 or head_width > 256:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@torch.library.custom_op("tensorferry::attend_unequal", mutates_args=())
+def _attend_unequal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_on_host: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """An operator of torch's own kind, so that a compiled tower does not look into it and takes stretches of any
+    lengths. Returns (patches, heads, head width)."""
+    if takes_unequal(q.device, q.dtype, q.shape[-1]):
+        found = varlen_attn(q, k, v, ends, ends, longest, longest)
+        assert isinstance(
+            found, torch.Tensor
+        )  # of the two that it can answer, what it does when asked for nothing else
+        return found
+    mixed = q.new_empty(q.shape)
+    for start, end in pairwise(ends_on_host.numpy()):
+        one, other, values = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        mixed[start:end] = functional.scaled_dot_product_attention(one, other, values).squeeze(0).transpose(0, 1)
+    return mixed
+
+
+@_attend_unequal.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_on_host: torch.Tensor, longest: int
+) -> torch.Tensor:
+    return q.new_empty(q.shape)

@@ -1,0 +1,81 @@
+"""What a forward pass over a batch is told of its grids, made once a grid and kept where it is used.
+
+With these tables transformers' towers loop over no images and read nothing back from the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+Grid: TypeAlias = tuple[int, int, int]  #: patches along time, height, width
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables of one grid, by the names a tower's `forward` has for them."""
+
+    lines: Mapping[str, torch.Tensor]  #: a line for each patch
+    stretches: Mapping[str, Sequence[int]]  #: how long the stretches of patches are that attend to themselves
+    orders: Mapping[str, torch.Tensor] = field(default_factory=dict)  #: a permutation of the grid's blocks, from 0 on
+    blocks: int = 0  #: of the grid; needed where there are orders
+
+    def to(self, device: torch.device) -> Tables:
+        """The same on a device, queued on its current stream and not waited for."""
+        return Tables(_moved(self.lines, device), self.stretches, _moved(self.orders, device), self.blocks)
+
+
+def joined(tables: Sequence[Tables]) -> dict[str, torch.Tensor]:
+    """The tables of a batch, one grid's after the other's. Stretches become their boundaries, int32 from 0 on, on the
+    host: torch splits by numbers that the host must know."""
+    batch = {name: _cat([each.lines[name] for each in tables]) for name in tables[0].lines}
+    firsts = list(accumulate((each.blocks for each in tables), initial=0))
+    for name in tables[0].orders:
+        batch[name] = _cat([each.orders[name] + first for each, first in zip(tables, firsts, strict=False)])
+    for name in tables[0].stretches:
+        lengths = (length for each in tables for length in each.stretches[name])
+        batch[name] = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+    return batch
+
+
+class TableCache:
+    """The tables of the grids met last, on one device at a time."""
+
+    def __init__(self, make: Callable[[Grid], Tables], most_patches: int = 1 << 18) -> None:
+        """make: tables in host memory. most_patches: of all that is kept; 64 to 128 bytes each."""
+        self._make, self._most_patches = make, most_patches
+        self._kept: OrderedDict[Grid, Tables] = OrderedDict()
+        self._patches = 0
+        self._device = torch.device("cpu")
+
+    def get(self, grids: Sequence[Grid], device: torch.device) -> list[Tables]:
+        if device != self._device:
+            self._kept.clear()
+            self._patches, self._device = 0, device
+        return [self._one(grid) for grid in grids]
+
+    def _one(self, grid: Grid) -> Tables:
+        if grid in self._kept:
+            self._kept.move_to_end(grid)
+            return self._kept[grid]
+        made = self._kept[grid] = self._make(grid).to(self._device)
+        self._patches += math.prod(grid)
+        while self._patches > self._most_patches:
+            self._patches -= math.prod(self._kept.popitem(last=False)[0])
+        return made
+
+
+def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _moved(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    if device.type == "cuda":  # from page-locked memory, else the host waits for the copy
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

@@ -1,0 +1,137 @@
+"""A causal language model of the transformers library as an engine: prompts with spliced embeddings in, tokens out.
+
+Greedy, one request after the other: small and right, to see a deployment answer end to end. It is no server of a large
+model: those batch, page their caches and stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from tensorferry.codecs.errors import BadRequest, RequestError
+from tensorferry.stages.engines.base import EngineRequest, EngineResult, Options
+from tensorferry.stages.engines.options import HfCausalOptions
+from tensorferry.stages.plugin import bad_config, read_options
+from tensorferry.stages.weights import seeded_weights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class HfCausal:
+    """Answers with up to the tokens that were asked for; fewer where the model says that it is at an end.
+
+    Of an item's outputs it takes `embeddings`, one row for each placeholder, as wide as the model; others, such as
+    Qwen3-VL's `deepstack`, have no place in a plain language model.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """options: those of HfCausalOptions. Raises ConfigError naming one that is wrong, or the path."""
+        self._options = read_options("scheduler.options", "hf-causal", HfCausalOptions, options)
+        self._model: Any = _model(self._options)
+        self._ends = _ends(self._model)
+        self._thread = ThreadPoolExecutor(1, "generate")  # one: a batch that was given up ends before the next begins
+
+    @property
+    def model(self) -> Any:
+        """transformers' model, for comparison."""
+        return self._model
+
+    async def run(self, batch: Sequence[EngineRequest]) -> Sequence[EngineResult | Exception]:
+        """One answer per request, or the RequestError in its place: a token id outside the vocabulary, a prompt longer
+        than the model's context, embeddings of another width. Cancelled, it stops at the next token."""
+        stop = Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answers, batch, stop)
+        finally:
+            stop.set()
+
+    def _answers(self, batch: Sequence[EngineRequest], stop: Event) -> Sequence[EngineResult | Exception]:
+        answers: list[EngineResult | Exception] = []
+        for request in batch:
+            try:
+                answers.append(self._answer(request, stop))
+            except RequestError as problem:
+                answers.append(problem)
+        return answers
+
+    @torch.inference_mode()
+    def _answer(self, request: EngineRequest, stop: Event) -> EngineResult:
+        tokens: list[int] = []
+        step: dict[str, Any] = {"inputs_embeds": self._spliced(request)}
+        cache = None
+        while len(tokens) < request.output_tokens and not stop.is_set():
+            output = self._model(**step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            best = output.logits[:, -1:].argmax(dim=-1)  # (1, 1)
+            tokens.append(int(best))
+            if tokens[-1] in self._ends:
+                break
+            step, cache = {"input_ids": best}, output.past_key_values
+        return EngineResult(len(tokens), token_ids=tuple(tokens))
+
+    def _spliced(self, request: EngineRequest) -> torch.Tensor:
+        """The prompt as embeddings, (1, tokens, width), items' rows in place of their placeholders."""
+        config, ids = self._model.config, torch.from_numpy(request.token_ids.astype("int64"))
+        if not len(ids):
+            raise BadRequest("an empty prompt; a language model needs a token to start from")
+        if int(ids.max()) >= config.vocab_size or int(ids.min()) < 0:
+            raise BadRequest(f"token id {int(ids.max())}; the language model's vocabulary has {config.vocab_size}")
+        most = config.max_position_embeddings
+        if len(ids) + request.output_tokens > most:
+            raise BadRequest(f"{len(ids)} tokens and {request.output_tokens} more; the model's context is {most}")
+        images = [outputs["embeddings"].torch() for outputs in request.embeddings]
+        if images and images[0].device != self._model.device:
+            self._model.to(images[0].device)
+        prompt: torch.Tensor = self._model.get_input_embeddings()(ids.to(self._model.device))
+        for index, ((offset, length), rows) in enumerate(zip(request.spans, images, strict=True)):
+            if rows.shape != (length, prompt.shape[1]) or not rows.is_floating_point():
+                raise BadRequest(
+                    f"item {index} has embeddings of {rows.dtype} {tuple(rows.shape)}; the language model is "
+                    f"{prompt.shape[1]} wide"
+                )
+            prompt[offset : offset + length] = rows.to(prompt.dtype)
+        return prompt.unsqueeze(0)
+
+
+def _model(options: HfCausalOptions) -> Any:
+    """The model of a local directory, or a small one of Qwen2's architecture with seeded weights."""
+    dtype = _DTYPES[options.dtype]
+    if options.path is not None:
+        if not Path(options.path).is_dir():  # transformers would look for it on the network
+            raise bad_config("scheduler.options.path", f"{options.path} is not a directory")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                options.path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
+        except Exception as problem:  # whatever a file that is not right leads it to
+            text = " ".join(str(problem).split())[:500]
+            raise bad_config("scheduler.options.path", f"{options.path}: {type(problem).__name__}: {text}") from problem
+        return model.eval()
+    config = Qwen2Config(
+        vocab_size=options.vocabulary,
+        hidden_size=options.width,
+        intermediate_size=4 * options.width,
+        num_hidden_layers=options.depth,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.heads,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).eval()
+    weights = seeded_weights({name: tuple(t.shape) for name, t in model.state_dict().items()}, options.seed)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
+    return model
+
+
+def _ends(model: Any) -> frozenset[int]:
+    """The tokens with which an answer is over."""
+    ends = model.generation_config.eos_token_id
+    return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)

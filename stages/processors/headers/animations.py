@@ -1,0 +1,156 @@
+"""Animated GIF, PNG and WebP files: how long each picture is shown, and checks before Pillow walks to it.
+
+What Pillow would find out picture by picture, with memory already taken, is known here first: that every picture lies
+on the canvas, and how many there are.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from struct import unpack_from
+
+from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.headers.bitmaps import blocks_end, table_nbytes
+from tensorferry.stages.processors.headers.container import Container
+from tensorferry.stages.processors.headers.png import MAX_CHUNKS, read_png
+
+MOST_PICTURES = 4096  #: of one file: as many as a message may have frames
+MOST_BLOCKS = 1 << 19  #: of all a GIF's pictures: twice what 64 MiB in blocks of 255 bytes are
+#: A picture that is to be shown for less than SHORTEST_MS is shown for DEFAULT_MS, as browsers do (Chromium's
+#: DeferredImageDecoder, Firefox's FrameTimeout): most such files mean "at once" and were never seen that fast.
+SHORTEST_MS, DEFAULT_MS = 11, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Animation:
+    """An animated file, understood as far as is needed to decode it safely."""
+
+    container: Container  #: what Pillow is handed, all pictures in it
+    size: tuple[int, int]  #: of the canvas, so of every picture
+    shown_ms: Sequence[int]  #: how long each picture is shown, all above 0
+    skipped: int = 0  #: pictures that Pillow counts and the animation has not: a PNG's default image
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """A part of the canvas that a file redraws: where, and for how long it is then shown."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    ms: int
+
+
+def read_animation(data: bytes | memoryview, container: Container) -> Animation:
+    """Read the structure of an animated file; one that has a single picture counts. Nothing is decoded.
+
+    container: what `read_container` found in the same data. Raises BadMedia: another format (which it names), broken, a
+    picture off the canvas, more than MOST_PICTURES.
+    """
+    read = _READERS.get(container.format)
+    if read is None:
+        raise BadMedia(f"{container.format} is not accepted as a video; {', '.join(_READERS)} or a list of pictures is")
+    view = memoryview(data).cast("B")
+    try:
+        return read(view, container)
+    except (IndexError, OverflowError, struct.error):
+        raise BadMedia(f"truncated: the {container.format} ends within a picture") from None
+
+
+def _animation(container: Container, pictures: Sequence[_Picture], skipped: int = 0) -> Animation:
+    assert container.size is not None
+    width, height = container.size
+    for number, picture in enumerate(pictures):
+        right, bottom = picture.left + picture.width, picture.top + picture.height
+        if right > width or bottom > height:
+            raise BadMedia(f"frame {number} reaches to {right}x{bottom} on a canvas of {width}x{height}")
+    shown_ms = [picture.ms if picture.ms >= SHORTEST_MS else DEFAULT_MS for picture in pictures]
+    return Animation(container, container.size, shown_ms, skipped)
+
+
+def _add(pictures: list[_Picture], picture: _Picture) -> None:
+    if len(pictures) == MOST_PICTURES:
+        raise BadMedia(f"more than {MOST_PICTURES} frames; that is the limit of one file")
+    pictures.append(picture)
+
+
+def _read_gif(view: memoryview, container: Container) -> Animation:
+    """Source: GIF89a, sections 20 and 23. The time is in hundredths of a second, in the block before the picture."""
+    pictures: list[_Picture] = []
+    position = 13 + table_nbytes(view[10])
+    hundredths, clear, blocks = 0, False, 0
+    while blocks < MOST_BLOCKS:
+        kind = view[position]
+        if kind == 0x3B:
+            return _animation(replace(container, covered=None), pictures)
+        if kind == 0x2C:
+            left, top, width, height, flags = unpack_from("<HHHHB", view, position + 1)
+            if not pictures and container.covered is not None and not clear:
+                raise BadMedia("a GIF whose first picture leaves some of its canvas without a colour is no video")
+            _add(pictures, _Picture(left, top, width, height, 10 * hundredths))
+            hundredths, clear = 0, False
+            position, more = blocks_end(view, position + 11 + table_nbytes(flags))
+            blocks += more
+        elif kind == 0x21:
+            if view[position + 1] == 0xF9:
+                clear, hundredths = bool(view[position + 3] & 1), unpack_from("<H", view, position + 4)[0]
+            position, more = blocks_end(view, position + 2)
+            blocks += more
+        else:
+            raise BadMedia(f"a GIF with an unknown block 0x{kind:02X}")
+    raise BadMedia(f"a GIF of {MOST_BLOCKS} blocks or more is not accepted")
+
+
+def _read_webp(view: memoryview, container: Container) -> Animation:
+    """Source: RFC 9649, section 2.7.1.2: a chunk ANMF for each picture, the time in milliseconds."""
+    pictures: list[_Picture] = []
+    position, end = 12, 8 + unpack_from("<L", view, 4)[0]
+    while position + 8 <= end:  # `read_container` has counted the chunks
+        nbytes = unpack_from("<L", view, position + 4)[0]
+        if bytes(view[position : position + 4]) == b"ANMF":
+            left, top, width, height, ms = (
+                int.from_bytes(view[at : at + 3], "little") for at in range(position + 8, position + 23, 3)
+            )
+            _add(pictures, _Picture(2 * left, 2 * top, width + 1, height + 1, ms))
+        position += 8 + nbytes + (nbytes & 1)
+    return _animation(container, pictures or [_still(container)])
+
+
+def _read_png(view: memoryview, container: Container) -> Animation:
+    """Source: W3C PNG, third edition, sections 11.3.6: a chunk fcTL before each picture. One that comes before the
+    first IDAT makes the default image the first picture; else the default image is none."""
+    if container.clear is not None:
+        raise BadMedia("an animated PNG with a transparent colour is not accepted; an alpha channel or a palette is")
+    pictures: list[_Picture] = []
+    position, default_is_first, animated = 8, False, False
+    for _ in range(MAX_CHUNKS):  # as many as `read_png` has walked over
+        nbytes, name = unpack_from(">L4s", view, position)
+        if name == b"acTL":
+            animated = True
+        elif name == b"fcTL":
+            _, width, height, left, top, numerator, denominator = unpack_from(">LLLLLHH", view, position + 8)
+            _add(pictures, _Picture(left, top, width, height, 1000 * numerator // (denominator or 100)))
+        elif name == b"IDAT":
+            default_is_first |= bool(pictures)
+        elif name == b"IEND":
+            break
+        position += 12 + nbytes
+    if not animated or not pictures:
+        return _animation(container, [_still(container)])
+    whole = read_png(view, animated=True)
+    return _animation(whole, pictures, skipped=0 if default_is_first else 1)
+
+
+def _still(container: Container) -> _Picture:
+    assert container.size is not None
+    return _Picture(0, 0, *container.size, ms=0)
+
+
+_READERS: Mapping[str, Callable[[memoryview, Container], Animation]] = {
+    "GIF": _read_gif,
+    "PNG": _read_png,
+    "WEBP": _read_webp,
+}
