@@ -45,6 +45,7 @@ scheduler:
 pool: {{budget_mb: {budget_mb}, handle_cache: {handle_cache}, chunk_mb: 8, idle_s: 0.5, acknowledge: {acknowledge}}}
 embeddings_pool: {{budget_mb: 32}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: 20.0, start_s: 90}}
+restarts: {{most: 0}}
 telemetry: {{log_level: warning, log_format: json}}
 """
 
