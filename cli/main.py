@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "Make the pages of a replay's --out folder again.",
     "compare": "Compare replays, repeats put together, with confidence intervals.",
     "sweep": "Replay a TRACE with every combination of settings, and compare.",
+    "plan": "Say which pool.budget_mb a TRACE needs, without running it.",
     "trace": "Describe, convert and cut recorded traces.",
     "up": "Run a whole deployment under supervision.",
     "status": "Say who of a running deployment is ready, and who is not.",

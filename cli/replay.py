@@ -49,11 +49,7 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
         raise click.BadParameter(str(problem), ctx, param) from None
 
 
-@click.command()
-@trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
-@set_option
-@click.option(
+speed_option = click.option(
     "--speed",
     metavar="X|max",
     callback=_speed,
@@ -61,6 +57,13 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
     show_default=True,
     help="2: twice as fast as recorded; max: as fast as the deployment takes it.",
 )
+
+
+@click.command()
+@trace_argument
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@speed_option
 @click.option("--concurrency", type=click.IntRange(min=1), help="At most so many in flight; the rest wait, and count.")
 @reading_options
 @window_options

@@ -227,6 +227,7 @@ class Tokenizer:
     ) -> wire.Message:
         """Send it, and again what is lost with a process that dies, until all scheduler ranks have reported."""
         prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
+        marks["planned"] = time.monotonic_ns()
         self._load.grow((request.submit.request, request.submit.attempt), prompt.nbytes)
         items = everything = list(range(len(prompt.plans)))
         while True:

@@ -420,7 +420,8 @@ def make_run() -> MakeRun:
             at_ns = n * 50 * MS
             done_ns = at_ns + round(took_ms * MS)
             item = ItemReport(0, (1, 4, 4), 4, "inline" if n in inline else "shm", 1_000_000, b"")
-            steps = ("received", 0.1), ("processed", 0.2), ("sent", 0.2), ("encoding", 0.5), ("encoded", 0.9)
+            steps = [("received", 0.05), ("planned", 0.1), ("processed", 0.2), ("sent", 0.2), ("encoding", 0.5)]
+            steps += [("read-0", 0.5), ("encoded", 0.9)]
             marks = tuple(Mark(step, 1 + at_ns + round(part * took_ms * MS)) for step, part in steps)
             outcome = Outcome(prepared[n], at_ns, at_ns, False, done_ns, "ok", items=(item,), marks=marks)
             if n in failed:

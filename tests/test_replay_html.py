@@ -146,13 +146,14 @@ def test_the_parts_of_a_way_follow_each_other(make_run: MakeRun, tmp_path: Path)
     spans = series.spans(run, run.rows[0])
     assert [span.name for span in spans] == [
         "to the tokenizer",
+        "planning",
         "processing",
         "hand-over",
         "encoder queue",
         "encoding",
         "answer",
     ]
-    assert [span.end_ms for span in spans] == pytest.approx([10, 20, 20, 50, 90, 100])
+    assert [span.end_ms for span in spans] == pytest.approx([5, 10, 20, 20, 50, 90, 100])
     assert all(one.end_ms == following.start_ms for one, following in pairwise(spans))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.pipeline.replay.folder import Row, Run
+from tensorferry.pipeline.replay.summary import READ
 
 Floats = npt.NDArray[np.float64]
 
@@ -20,6 +21,7 @@ _WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3
 #: What happens up to each mark that the deployment sets; the last is up to the answer's arrival.
 SPANS = {
     "received": "to the tokenizer",
+    "planned": "planning",
     "processed": "processing",
     "sent": "hand-over",
     "encoding": "encoder queue",
@@ -101,6 +103,8 @@ def spans(run: Run, row: Row) -> list[Span]:
         found.append(Span(UNSENT, row.intended_ms, row.sent_ms))
     at_ms = row.sent_ms
     for step, end_ms in row.marks_ms.items():
+        if step.startswith(READ):
+            continue
         found.append(Span(SPANS.get(step, step), at_ms, max(at_ms, end_ms)))
         at_ms = max(at_ms, end_ms)
     found.append(Span(ARRIVAL if row.status == "ok" else FAILED, at_ms, max(at_ms, row.done_ms)))

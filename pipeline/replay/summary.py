@@ -320,6 +320,11 @@ def _items(ok: Sequence[Outcome], pooled_from_nbytes: int | None) -> Items:
     )
 
 
+#: A mark of one encoder rank, `read-3`: it had read its items' features, so they keep no place in a pool any more. No
+#: step of the request, as the ranks of a request work beside each other.
+READ = "read-"
+
+
 def reached(marks: Iterable[Mark]) -> dict[str, int]:
     """When each step was, in the order of time. One that several processes reach for a request (encoder ranks)
     counts when the last of them has."""
@@ -337,7 +342,7 @@ def _steps(ok: Sequence[Outcome], start_ns: int) -> list[Step]:
     orders: Counter[tuple[str, ...]] = Counter()
     for outcome in ok:
         sent_ns = previous_ns = start_ns + outcome.sent_ns
-        steps = reached(outcome.marks)
+        steps = reached(mark for mark in outcome.marks if not mark.step.startswith(READ))
         orders[tuple(steps)] += 1
         for step, at_ns in steps.items():
             since_sent[step].append(at_ns - sent_ns)

@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ COLOURS = tuple(f"#0102{number:02x}" for number in range(0x10, 0x1A))
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
     colour: f"c{number}" for number, colour in enumerate(COLOURS)
 }
-_PARTS = [COLOURS[number] for number in (8, 1, 9, 0, 2, 3, 6, 4, 7, 8)]  #: of parts of the way, `BAD` not among them
+_PARTS = [COLOURS[number] for number in (8, 9, 1, 9, 0, 2, 3, 6, 4, 7, 8)]  #: of parts of the way, `BAD` not among them
 BAD = COLOURS[5]  #: what one would rather not see
 #: Inches of 72 points: narrow enough for a telephone, where a plot is as wide as the screen, to be read there.
 WIDTH, HEIGHT = 5.0, 3.0
@@ -246,6 +247,25 @@ def intervals(values: Mapping[str, tuple[float, float, float]], unit: str, *, se
         if seconds:
             axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
         axes.set_xlabel(unit)
+
+    return draw
+
+
+def curve(
+    x: Sequence[float], y: Sequence[float], x_unit: str, y_unit: str, marked: Mapping[str, float] = MappingProxyType({})
+) -> Draw:
+    """One value by another, which is on a logarithmic axis. marked: places on that axis, and what is there."""
+
+    def draw(axes: Axes) -> None:
+        axes.plot(x, y, "o-", color=COLOURS[0], markersize=3.5)
+        for colour, (name, at) in zip(COLOURS[1:], marked.items(), strict=False):
+            axes.axvline(at, color=colour, linestyle=(0, (4, 2)), label=f"{name}: {at:g} {x_unit}")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_unit)
+        axes.set_ylabel(y_unit)
+        _legend(axes, 1 + len(marked))
 
     return draw
 
