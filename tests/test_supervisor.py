@@ -162,13 +162,19 @@ async def test_a_stage_that_is_killed_is_started_again_and_drained_like_the_othe
 
 
 async def test_a_stage_that_dies_again_and_again_stops_the_deployment_with_the_reason(place: Place) -> None:
-    restarts = RestartsSpec(most=3)
-    with capture_logs() as logs:
-        with pytest.raises(
-            DeploymentError, match=r"^scheduler-0 exited with status 0, so .* died 4 times within 10 s;"
-        ):
-            async with asyncio.timeout(DEADLINE_S), place.running(restarts=restarts, scheduler_0="leaves_when_ready"):
-                await asyncio.Event().wait()
+    async def kill_whenever_ready() -> None:
+        async with asyncio.timeout(DEADLINE_S), place.running(restarts=RestartsSpec(most=3)) as supervisor:
+            while True:
+                while not supervisor.is_ready("scheduler", 0):  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                before = supervisor.processes["scheduler", 0]
+                os.kill(before, signal.SIGKILL)
+                while supervisor.processes["scheduler", 0] == before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+
+    reason = r"^scheduler-0 was killed by SIGKILL, so .* died 4 times within 10 s;"
+    with capture_logs() as logs, pytest.raises(DeploymentError, match=reason):
+        await kill_whenever_ready()
     started = [log["rank"] for log in logs if log["event"] == "stage_started" and log["stage"] == "scheduler"]
     assert len(started) == 4
 
