@@ -496,6 +496,41 @@ async def test_e4_what_is_being_encoded_is_waited_for_and_not_encoded_again(rank
     assert (rank.answers(b"a"), rank.answers(b"b")) == ([(0, 1), (1, 2)], [(0, 2), (1, 3)])
 
 
+@pytest.mark.parametrize(
+    ("anew", "sent", "problem"),
+    [
+        ((), (0, 2), ""),
+        ((0, 2), (0, 2), ""),
+        ((2,), (2,), ""),
+        ((2,), (0, 2), "gives this rank items [2], but the message carries [0, 2]"),
+        ((1, 2), (2,), "items (1, 2) anew, of [0, 2]"),
+        ((2, 0), (0, 2), "items (2, 0) anew, of [0, 2]"),
+        ((2, 2), (2,), "items (2, 2) anew, of [0, 2]"),
+        ((2, 3), (2,), "items (2, 3) anew, of [0, 2]"),
+    ],
+)
+async def test_e3_a_rank_encodes_of_what_is_named_anew_and_never_what_came_encoded(
+    rank_of: Any, anew: tuple[int, ...], sent: tuple[int, ...], problem: str
+) -> None:
+    """Item 1 has no patches: its embeddings came with the request."""
+    rank, frame = rank_of(), np.full((PATCHES, 3), 7, np.uint8)
+    grids = [(1, 2, 2), (0, 0, 0), (1, 2, 2)]
+    items = tuple(
+        wire.Item("image", grid, 1, bytes(16), wire.Inline(0, CODES["uint8"], frame.shape) if index in sent else None)
+        for index, grid in enumerate(grids)
+    )
+    ranks = (wire.Rank(0, ME),)
+    message = wire.Encode(b"a".rjust(16), 0, ME, OWNER, ranks, (wire.Rank(0, SCHEDULER),), items, 1 << 62, anew)
+    rank.encoder._take(message, [view_of(frame).data])
+    await rank.serve()
+    if problem:
+        failure = rank.failures[b"a".rjust(16)]
+        assert (failure.kind, failure.retryable) == ("BadMessage", False)
+        assert problem in failure.problem
+    else:
+        assert rank.answers(b"a") == [(index, 7) for index in sent]
+
+
 @pytest.mark.parametrize("rank_of", [Queued], indirect=True)
 async def test_what_is_cancelled_while_it_is_awaited_is_not_sent(rank_of: Callable[..., Rank]) -> None:
     rank = rank_of()

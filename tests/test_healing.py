@@ -180,13 +180,18 @@ async def test_b44_what_a_dead_encoder_owed_is_encoded_by_the_others(run: Callab
         owed = [it.submit(next(its), ROWS_GATED)]
         await eventually(it.gate.with_suffix(".entered").exists)
         owed += [it.submit(next(its)) for _ in range(20)]
-        mixed = [it.client.submit_nowait([image(4)] * 6, deadline_s=PATIENCE_S) for _ in range(5)]
+        ready, digest = embeddings(1)
+        mixed = [it.client.submit_nowait([ready, *[image(4)] * 6], deadline_s=PATIENCE_S) for _ in range(5)]
         await it.stop("encoder", 1)
         it.gate.unlink()
         pid = it.kill("encoder", 1)
         done = await results(owed)
         assert {item.rank for result in done for item in result.items} == {0, 2}
-        assert all(len(result.items) == 6 for result in await results(mixed))
+        for result in await results(mixed):
+            first, *others = result.items
+            assert (first.rank, first.digest) == (-1, digest), "an encoder owes nothing of what came encoded"
+            assert len(others) == 6
+            assert {item.rank for item in others} <= {0, 2}
 
         await it.lives_again("encoder", 1, pid)
         [again] = await results([it.submit(next(its))])
