@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from tensorferry.codecs.errors import BadItem, ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of, view_of
-from tensorferry.pipeline.config import ModelSpec
+from tensorferry.pipeline.config import ModelSpec, load
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
+from tensorferry.stages.processors.registry import make_processor
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
 
@@ -187,6 +189,26 @@ def test_without_a_path_the_architecture_is_the_published_one() -> None:
         assert getattr(config, ours) == getattr(published.vision_config, name)
     assert config.projector_ln_eps == published.projection_layer_norm_eps
     assert [tensor.shape for tensor in encode(make(None), ITEMS[:3])] == [(18, 64), (10, 64), (15, 64)]
+
+
+def test_the_deployment_file_needs_only_its_path_set(checkpoint: Path, tmp_path: Path) -> None:
+    """Processor and tower of the file fit each other."""
+    source = Path(__file__).parents[1] / "configs" / "kimi-k25.yaml"
+    text, changed = re.subn(r"^  # path: \S+", f"  path: {checkpoint}", source.read_text(), flags=re.MULTILINE)
+    assert changed == 1
+    (tmp_path / "edited.yaml").write_text(text)
+    deployment = load(tmp_path / "edited.yaml")
+    assert deployment == load(source, [f"model.path={checkpoint}"])
+    processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    assert processor.largest_item_nbytes() < deployment.pool.budget_mb << 20
+    data = (source.parents[1] / "examples" / "images" / "rocket.jpg").read_bytes()
+    plan = processor.plan(data)
+    pixels = View.empty(plan.dtype, plan.shape)
+    digest = processor.write(data, plan, pixels)
+    item = ItemInfo(0, plan.modality, plan.grid, plan.patches, plan.rows, digest)
+    rank = Rank()
+    registry.make_adapter(deployment.model, 1).encode([item], lambda indices: pixels, rank.out)
+    assert rank.outputs[0].shape == (plan.rows, 64)
 
 
 def test_items_that_it_cannot_take_are_named() -> None:

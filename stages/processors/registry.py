@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tensorferry.pipeline.config import LimitsSpec, Spec
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
 from tensorferry.stages.processors.base import Processor
-from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
+from tensorferry.stages.processors.options import QWEN3_VL, KimiK25Options, Qwen2VLOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class BuiltIn:
 BUILT_IN = {
     "qwen2-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions),
     "qwen3-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions, QWEN3_VL),
+    "kimi-k25": BuiltIn("tensorferry.stages.processors.kimi_k25:KimiK25Processor", KimiK25Options),
 }
 
 
