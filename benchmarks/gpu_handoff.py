@@ -27,7 +27,8 @@ import msgspec
 from benchmarks import gpu_rival
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.messages import Proxy
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import view_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from benchmarks import batches, codec, cpu, handover, leases, pacing, traces
+from benchmarks import batches, codec, cpu, handover, leases, pacing, plan, traces
 from benchmarks.results import FULL, QUICK, SMOKE, Outcome, Scale
 from benchmarks.tables import table
 
@@ -31,6 +31,7 @@ BENCHMARKS: dict[str, Callable[[Scale], Outcome]] = {
     "reading": traces.reading,
     "trace-memory": traces.memory,
     "pacing": pacing.pacing,
+    "plan": plan.plan,
 }
 
 

@@ -19,6 +19,10 @@ from tensorferry.codecs.errors import ConfigError, FerryError
 #: stands here so that `--help` need not import them all.
 COMMANDS = {
     "replay": "Replay a recorded TRACE through a deployment and report.",
+    "report": "Make the pages of a replay's --out folder again.",
+    "compare": "Compare replays, repeats put together, with confidence intervals.",
+    "sweep": "Replay a TRACE with every combination of settings, and compare.",
+    "plan": "Say which pool.budget_mb a TRACE needs, without running it.",
     "trace": "Describe, convert and cut recorded traces.",
     "up": "Run a whole deployment under supervision.",
     "start": "Run one stage process of a deployment.",

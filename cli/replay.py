@@ -10,9 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.report import write_pages
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.pipeline.client import Client
@@ -47,11 +49,7 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
         raise click.BadParameter(str(problem), ctx, param) from None
 
 
-@click.command()
-@trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
-@set_option
-@click.option(
+speed_option = click.option(
     "--speed",
     metavar="X|max",
     callback=_speed,
@@ -59,6 +57,13 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
     show_default=True,
     help="2: twice as fast as recorded; max: as fast as the deployment takes it.",
 )
+
+
+@click.command()
+@trace_argument
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@speed_option
 @click.option("--concurrency", type=click.IntRange(min=1), help="At most so many in flight; the rest wait, and count.")
 @reading_options
 @window_options
@@ -83,7 +88,9 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
 @click.option("--strict", is_flag=True, help="Refuse rows out of order; fail where sending fell behind its schedule.")
 @click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for summary.json, results.jsonl.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.html and the numbers behind it."
+)
 @click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
 @click.pass_context
 def command(
@@ -145,6 +152,8 @@ def command(
         limit=limit,
         strict=strict,
         pooled_from_nbytes=None if deployment.transport == "cpu" else deployment.pool.inline_below_kb << 10,
+        command=("tensorferry", *sys.argv[1:]),
+        config=msgspec.to_builtins(deployment),
     )
     stderr = Console(stderr=True)
     with preparing(stderr) as progress:
@@ -177,8 +186,8 @@ def command(
             drops = drops_of(recorded, prepared, replay)
             print_report(console, summary)
             if out is not None:
-                write_report(out, summary, replay.outcomes, drops, replay.start_ns)
-                click.echo(f"wrote summary.json and results.jsonl to {click.format_filename(out)}")
+                write_report(out, summary, replay.outcomes, drops, replay.start_ns, session.sampler.samples)
+                write_pages(out)
     ctx.exit(summary.exit_status)
 
 

@@ -55,6 +55,17 @@ class ConfigError(FerryError):
         return f"{where}: {self.key}: {self.problem}" if self.key else f"{where}: {self.problem}"
 
 
+class ReportError(FerryError):
+    """What a replay left in a folder cannot be read, or no page can be made of it: `place: problem`."""
+
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(place, problem)
+        self.place, self.problem = place, problem
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.problem}"
+
+
 class TraceError(FerryError):
     """A recorded trace cannot be read: `file:line: problem`."""
 

@@ -7,37 +7,24 @@ any more. Thread-safe, so that a copy thread can open and release.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from tensorferry.codecs.errors import (
-    AttachRefused,
-    BadTensor,
-    LeaseNotReady,
-    LeasePoisoned,
-    PeerGone,
-    StaleLease,
-)
+from tensorferry.codecs.errors import AttachRefused, BadTensor, LeaseNotReady, PeerGone, StaleLease
 from tensorferry.codecs.frames import Buffer, open_inline
+from tensorferry.codecs.imported import Held, Imported
 from tensorferry.codecs.locking import Lock
-from tensorferry.codecs.memory.cuda_ipc import CudaImport
-from tensorferry.codecs.memory.cuda_vmm import VmmImport
-from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
-from tensorferry.codecs.memory.memory import Memory, Order
-from tensorferry.codecs.memory.registered import RegisteredSegment
+from tensorferry.codecs.memory.memory import Order
 from tensorferry.codecs.messages import Chunks, Confirmed, Inline, Payload, Proxy, Retired
-from tensorferry.codecs.pidfd import check_pidfd, is_dead
-from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
-from tensorferry.codecs.pool.line import Receiver
+from tensorferry.codecs.pool.consumer import close_all
+from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.mail import Letter, ReleaseMail
-from tensorferry.codecs.pool.mapping import Mapping
-from tensorferry.codecs.pool.pool import Attachment, Export, new_nonce, positions_of
-from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of, nbytes_of
+from tensorferry.codecs.pool.pool import new_nonce
+from tensorferry.codecs.tensors import View, dtype_of
 
 
 class Reader:
@@ -54,9 +41,9 @@ class Reader:
         self.consumer = consumer or new_nonce()
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
         self._device, self._cache_handles = device, cache_handles
-        self._pools: dict[int, _Import] = {}
+        self._pools: dict[int, Imported] = {}
         self._mail: dict[int, ReleaseMail] = {}  #: by pool, also of those that were detached: they must be told
-        self._idle: deque[_Import] = deque()  #: detached, and open no more: to be closed
+        self._idle: deque[Imported] = deque()  #: detached, and open no more: to be closed
         self._lock = Lock()
 
     def __enter__(self) -> Reader:
@@ -118,106 +105,19 @@ class Reader:
         the caller closes once they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, NoFabric,
         having closed everything.
         """
-        if export.mail is not None:
-            return self._attach_by_mail(export, fds)
-        description = export.description
-        with ExitStack() as undo, ExitStack() as received:
-            for fd in fds:
-                received.callback(os.close, fd)
-            gpu = export.gpu
-            kinds = [("host", 3)] if gpu is None else [("cuda_ipc", 2), ("cuda_vmm", 2)]
-            if (description.memory, len(fds)) not in kinds:
-                raise AttachRefused(
-                    f"cannot map pool {description.pool} of {description.memory} memory from {len(fds)} descriptors"
-                )
-            check_pidfd(fds[-1])
-            memory: Memory
-            arriving: VmmImport | None = None
-            if gpu is None:
-                memory = self._host(fds[0], description.nbytes)
-            elif description.memory == "cuda_vmm":
-                chunk_nbytes = description.chunk_nbytes
-                memory = arriving = VmmImport.attach(gpu, description.nbytes, chunk_nbytes, ordinal=self._device)
-            else:
-                memory = CudaImport.attach(gpu, description.nbytes, ordinal=self._device, cached=self._cache_handles)
-            undo.callback(memory.close)
-            positions = positions_of(description)
-            control = ControlPage.attach(fds[-2], description.slots, description.pool, export.producer, positions)
-            undo.callback(control.close)
-            acks = AckPage.create(description.slots, description.pool, self.consumer, positions)
-            undo.callback(acks.close)
-            memory.adopt(acks)
-            undo.callback(memory.disown, acks)
-            sent = [os.dup(acks.segment.fd)]
-            undo.callback(os.close, sent[0])
-            sent.append(os.pidfd_open(os.getpid()))
-            undo.callback(os.close, sent[1])
-            producer = os.dup(fds[-1])
-            undo.callback(os.close, producer)
-            imported = _Import(memory, control, acks, description.slots, producer, export.producer)
-            if arriving is not None:
-                line = Receiver()
-                sent.append(line.descriptor)
-                undo.callback(os.close, line.descriptor)
-                known = imported.acknowledged
-                imported.mapping = Mapping(arriving, control, acks, line, description.chunk_nbytes, known)
-                undo.callback(imported.mapping.close)
-            self._add(description.pool, imported)
+        attach = Imported.local if export.mail is None else Imported.by_mail
+        imported, sent = attach(export, fds, self.consumer, self._device, self._cache_handles)
+        with ExitStack() as undo:
+            undo.callback(close_all, sent)
+            undo.callback(imported.close)
+            with self._lock():
+                if export.description.pool in self._pools:
+                    raise AttachRefused(f"pool {export.description.pool} is attached already")
+                self._pools[export.description.pool] = imported
+                if imported.mail is not None:
+                    self._mail[export.description.pool] = imported.mail
             undo.pop_all()
-        return Attachment(description.pool, self.consumer), sent
-
-    def _attach_by_mail(self, export: Export, fds: Sequence[int]) -> tuple[Attachment, list[int]]:
-        """The same of a pool that shares no pages. From another node no descriptors come, and none are returned."""
-        description, gpu, pool = export.description, export.gpu, export.description.pool
-        by_line = export.mail == "posix_fd"
-        with ExitStack() as undo, ExitStack() as received:
-            for fd in fds:
-                received.callback(os.close, fd)
-            if gpu is None or export.mail is None or description.memory != "cuda_vmm" or len(fds) not in (by_line, 1):
-                said = f"{description.memory} memory from {len(fds)} descriptors"
-                raise AttachRefused(f"cannot map pool {pool} of {said}, to acknowledge it by message")
-            sent: list[int] = []
-            producer: int | None = None
-            if fds:
-                check_pidfd(fds[0])
-                producer = os.dup(fds[0])
-                undo.callback(os.close, producer)
-                sent.append(os.pidfd_open(os.getpid()))
-                undo.callback(os.close, sent[0])
-            nbytes, chunk_nbytes = description.nbytes, description.chunk_nbytes
-            memory = VmmImport.attach(gpu, nbytes, chunk_nbytes, ordinal=self._device, kind=export.mail)
-            undo.callback(memory.close)
-            positions = positions_of(description)
-            acks = AckPage.create(description.slots, pool, self.consumer, positions)
-            undo.callback(acks.close)
-            memory.adopt(acks)
-            undo.callback(memory.disown, acks)
-            mail = ReleaseMail(pool, export.producer, self.consumer, acks, description.slots, positions)
-            line: Receiver | ReleaseMail = mail
-            if by_line:
-                line = Receiver()
-                sent.append(line.descriptor)
-                undo.callback(os.close, line.descriptor)
-            imported = _Import(memory, None, acks, description.slots, producer, export.producer)
-            imported.mail = mail
-            imported.mapping = Mapping(memory, mail, acks, line, chunk_nbytes, imported.acknowledged)
-            undo.callback(imported.mapping.close)
-            self._add(pool, imported)
-            undo.pop_all()
-        return Attachment(pool, self.consumer), sent
-
-    def _add(self, pool: int, imported: _Import) -> None:
-        with self._lock():
-            if pool in self._pools:
-                raise AttachRefused(f"pool {pool} is attached already")
-            self._pools[pool] = imported
-            if imported.mail is not None:
-                self._mail[pool] = imported.mail
-
-    def _host(self, fd: int, nbytes: int) -> Memory:
-        if self._device is None:
-            return HostSegment.attach(fd, nbytes)
-        return RegisteredSegment.attach(fd, nbytes, self._device)
+        return Attachment(export.description.pool, self.consumer), sent
 
     def detach(self, pool: int) -> None:
         """Forget a pool; its memory is unmapped here once no block has it open. No-op for one that is not attached.
@@ -308,7 +208,7 @@ class Reader:
             except StaleLease:
                 self.stale += 1
                 raise
-            imported.held.setdefault((proxy.slot, proxy.generation), _Held(proxy.uses)).users += 1
+            imported.held.setdefault((proxy.slot, proxy.generation), Held(proxy.uses)).users += 1
             imported.open += 1
             return _Use(imported, proxy)
 
@@ -382,7 +282,7 @@ class Reader:
             imported.mapping.use(proxy, nbytes)
         return order, nbytes
 
-    def _living(self, proxy: Proxy) -> _Import:
+    def _living(self, proxy: Proxy) -> Imported:
         """The pool of a lease that this process has not acknowledged. Raises PeerGone, BadTensor, StaleLease."""
         imported = self._pools.get(proxy.pool)
         if imported is None:
@@ -397,114 +297,7 @@ class Reader:
 class _Use:
     """One user of a lease, from `_hold` to `_release`."""
 
-    imported: _Import
+    imported: Imported
     proxy: Proxy
     order: Order | None = None  #: of its reads; None: it has read nothing
     ended: bool = False
-
-
-@dataclass(slots=True)
-class _Held:
-    """What this process still has to do with a lease."""
-
-    due: int  #: releases to come, by its producer's word
-    users: int = 0  #: who has it open now, or is about to
-    last: Order | None = None  #: of the reader that ended last
-    marks: list[int] = field(default_factory=list)  #: where the readers that have ended were then
-
-    def ended(self, order: Order) -> None:
-        self.last = order
-        self.marks.append(order.mark())
-
-
-class _Import:
-    """A peer's pool as it is mapped here."""
-
-    def __init__(
-        self,
-        memory: Memory,
-        control: ControlPage | None,
-        acks: AckPage,
-        slots: int,
-        producer: int | None,
-        producer_epoch: int,
-    ) -> None:
-        """control: None of a pool that is acknowledged by message. producer: its pidfd; None: it is on another node."""
-        self.memory, self.control, self.acks = memory, control, acks
-        self.slots, self.producer, self.producer_epoch = slots, producer, producer_epoch
-        self.held: dict[tuple[int, int], _Held] = {}  #: by (slot, generation)
-        self.open = 0  #: uses that have not ended
-        self.detached = False
-        self.bereaved = False  #: somebody has said that the producer is dead
-        self.mapping: Mapping | None = None  #: of an elastic pool
-        self.mail: ReleaseMail | None = None  #: instead of a control page
-        self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
-
-    @property
-    def is_orphan(self) -> bool:
-        return self.bereaved or (self.producer is not None and is_dead(self.producer))
-
-    def check_living(self, proxy: Proxy) -> None:
-        """Raises StaleLease for a lease that is over, or was given back here.
-
-        Without a control page it is the proxy that says that the lease lives: we owe an acknowledgement for whatever we
-        were sent, and the slot cannot go on without it.
-        """
-        given_back = self.acknowledged[proxy.slot]
-        if self.control is not None:
-            lease = self.control.look(proxy.slot)[0]
-            if lease != proxy.generation:
-                raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
-        elif proxy.generation < given_back:
-            raise StaleLease(proxy.slot, proxy.generation, f"is over: generation {given_back} was acknowledged here")
-        if given_back == proxy.generation:
-            raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
-
-    def check(self, proxy: Proxy) -> int:
-        """The bytes of a proxy. Raises UnsupportedDtype or BadTensor for one that lies; allocates nothing."""
-        nbytes = nbytes_of(dtype_of(proxy.dtype), proxy.shape)
-        end = proxy.offset + nbytes
-        if end > self.memory.nbytes or proxy.offset % ALIGNMENT:
-            raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.memory.nbytes}")
-        return nbytes
-
-    def acknowledge(self, proxy: Proxy, held: _Held, order: Order | None) -> None:
-        """Give a lease back, in the order of its last reader and after all others; at once if nobody has read it."""
-        order = order or held.last or HOST_ORDER
-        while held.marks:
-            order.after(held.marks.pop())
-        order.store(self.acks, self.acks.ACK, proxy.slot, proxy.generation)
-        self.acknowledged[proxy.slot] = proxy.generation
-
-    def is_ready(self, proxy: Proxy) -> bool:
-        if self._looks_ready(proxy):
-            return True
-        if not self.is_orphan:
-            return False
-        if self._looks_ready(proxy):  # ready may have come after the look; now that it is dead its words are final
-            return True
-        raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
-
-    def _looks_ready(self, proxy: Proxy) -> bool:
-        if self.control is None:  # it was told of when it was complete, but its chunks may come later
-            assert self.mapping is not None
-            return self.mapping.has_come(proxy, nbytes_of(dtype_of(proxy.dtype), proxy.shape))
-        _, ready, poison = self.control.look(proxy.slot)
-        if poison == proxy.generation:
-            raise LeasePoisoned(proxy.slot, proxy.generation, "will never be valid: its producer said so")
-        return ready == proxy.generation
-
-    def close(self) -> None:
-        await_stores(lambda: self.acks.column(self.acks.ACK) == self.acknowledged)
-        with ExitStack() as undo:  # all of it, also where one of them fails
-            if self.producer is not None:
-                undo.callback(os.close, self.producer)
-            undo.callback(self.memory.close)
-            if self.control is not None:
-                undo.callback(self.control.close)
-            undo.callback(self.acks.close)
-            undo.callback(self.memory.disown, self.acks)
-            if self.mail is not None:
-                undo.callback(self.mail.end)
-            if self.mapping is not None:
-                undo.callback(self.mapping.close)

@@ -19,7 +19,7 @@ import msgspec
 
 from tensorferry.codecs.errors import AttachRefused, FerryError, PeerGone
 from tensorferry.codecs.messages import Index, Nonce, Origin, Text, Wire
-from tensorferry.codecs.pool.pool import Attachment, Export
+from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.pipeline.readiness import readable
 
 REASON_LENGTH = 1024  #: characters of a refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,8 @@ class Call:
         self._loaded: set[int] = set()
         self._copies: list[tuple[Content, Outputs]] = []  # for the cache
         self._lost: int | None = None  # whose features could not be had
+        self._borrows = False
+        self._copied_ns = 0
         places: dict[Content, int] = {}
         for job in jobs:
             for item in job.items:
@@ -80,6 +83,11 @@ class Call:
     def found(self) -> int:
         """Items whose embeddings are those of an equal one."""
         return len(self._known) + sum(len(owners) - 1 for owners in self._owners)
+
+    @property
+    def copied_ns(self) -> int | None:
+        """When the last features were copied, so that none is held any more; None where one was borrowed, or none."""
+        return None if self._borrows else self._copied_ns or None
 
     async def wait_ready(self, reader: Reader, patience_s: float, *, unless: Callable[[], bool]) -> None:
         """Until all features that it reads are written, or `unless` says no. Raises as `staging.wait_ready`."""
@@ -142,6 +150,7 @@ class Call:
             features, item = sources[0]
             if self._device is None or not isinstance(features.unread(item), wire.Inline):
                 with self._reading(indices[0]):
+                    self._borrows = True
                     return features.borrow(item)
         forms: list[tuple[str, tuple[int, ...]]] = []
         for index, (features, item) in zip(indices, sources, strict=True):
@@ -158,6 +167,7 @@ class Call:
             with self._reading(index):
                 features.copy(item, batch.rows(start, start + shape[0]))
             start += shape[0]
+        self._copied_ns = time.monotonic_ns()
         return batch
 
     def out(self, index: int, name: str, shape: tuple[int, ...], dtype: str) -> View:

@@ -179,7 +179,8 @@ class Encoder:
                 if len(wanted) < len(jobs):
                     await self._encode(wanted, queued, anew=anew)
                     return
-                marks.append(wire.Mark("encoded", time.monotonic_ns()))
+                marks.append(wire.Mark("encoded", encoded_ns := time.monotonic_ns()))
+                marks.append(wire.Mark(f"read-{self._stage.origin.rank}", call.copied_ns or encoded_ns))
                 self._count(call)
                 for job in jobs:
                     self._answer(job.message, call.made(job), tuple(marks))

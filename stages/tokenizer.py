@@ -226,6 +226,7 @@ class Tokenizer:
         self, request: Request, frames: Sequence[Buffer], marks: list[wire.Mark], timeout_s: float
     ) -> wire.Message:
         prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
+        marks.append(wire.Mark("planned", time.monotonic_ns()))
         layouts = prompt.layouts
         await self._wait_for_room(layouts)
         with ExitStack() as leases:

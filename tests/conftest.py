@@ -15,9 +15,10 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import msgspec
@@ -27,10 +28,23 @@ from hypothesis import settings
 
 from tensorferry.codecs.memory import cuda_vmm
 from tensorferry.codecs.memory.cuda_driver import Driver
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.messages import ItemReport, Mark
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.reader import Reader
+from tensorferry.pipeline.replay.gauges import Sample
+from tensorferry.pipeline.replay.html import charts
+from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
+from tensorferry.pipeline.replay.report import write_report
+from tensorferry.pipeline.replay.request import Request
+from tensorferry.pipeline.replay.run import Outcome, Replay
+from tensorferry.pipeline.replay.schedule import Speed
+from tensorferry.pipeline.replay.summary import PoolUse, Setup, summarise
+from tensorferry.pipeline.replay.text import TokenSource
+from tensorferry.pipeline.replay.trace import Trace
 
 TESTS = Path(__file__).parent
+MS = 1_000_000
 DEADLINE_S = 20.0  #: for anything one process waits for from another
 
 # Two runs of the same tree test the same examples, and a slow machine is no failure.
@@ -365,3 +379,60 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"{total['worlds']:,} worlds and {total['steps']:,} steps, all orders of events; "
             f"{total['walks']:,} seeds; {total['found']} planted faults found"
         )
+
+
+# --- what replays leave --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def plots() -> None:
+    """matplotlib, which opens its fonts once and keeps them."""
+    pytest.importorskip("matplotlib", reason="pip install 'tensorferry[report]'")
+    charts.svg("first", lambda axes: None)
+
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run() -> MakeRun:
+    """Writes what `replay --out` would, for requests that are 50 ms apart and took so long as is said."""
+
+    def make(
+        folder: Path,
+        latencies_ms: Sequence[float] = (10, 20, 30),
+        *,
+        inline: Collection[int] = (),
+        failed: Collection[int] = (),
+        text: str = "what",
+        config: Mapping[str, object] = MappingProxyType({"name": "local"}),
+        speed: str = "1",
+    ) -> Path:
+        """inline: the requests whose item fell back; failed: those that failed. The item of each has 1 MB."""
+        requests = [
+            Request(line=n + 1, at_ns=n * 50 * MS, output_tokens=1, text=text) for n in range(len(latencies_ms))
+        ]
+        prepared = [Prepared(request, (), 0, None) for request in requests]
+        trace = Trace(Path("day.jsonl"), "ab" * 32, "tensorferry", False, len(requests), requests, [], 0, {})
+        replay = Replay(prepared, TokenSource(9, [], 0), Speed.parse(speed), deadline_s=1.0)
+        replay.start_ns = 1
+        for n, took_ms in enumerate(latencies_ms):
+            at_ns = n * 50 * MS
+            done_ns = at_ns + round(took_ms * MS)
+            item = ItemReport(0, (1, 4, 4), 4, "inline" if n in inline else "shm", 1_000_000, b"")
+            steps = [("received", 0.05), ("planned", 0.1), ("processed", 0.2), ("sent", 0.2), ("encoding", 0.5)]
+            steps += [("read-0", 0.5), ("encoded", 0.9)]
+            marks = tuple(Mark(step, 1 + at_ns + round(part * took_ms * MS)) for step, part in steps)
+            outcome = Outcome(prepared[n], at_ns, at_ns, False, done_ns, "ok", items=(item,), marks=marks)
+            if n in failed:
+                outcome = Outcome(prepared[n], at_ns, at_ns, False, done_ns, "failed", "busy", "full")
+            replay.outcomes.append(outcome)
+        setup = Setup("local", "shm", replay._speed, 0, None, pooled_from_nbytes=32 << 10, config=config)
+        gauges = {"pool_lent_nbytes": 5e5, "pool_capacity_nbytes": 1e6, "pool_refused": float(len(inline))}
+        samples = [Sample(at_ms, "tokenizer-0", gauges) for at_ms in (0.0, 50.0)]
+        preparation = Preparation(prepared, [], Invented([]), "cd" * 32)
+        pools = {"tokenizer-0": PoolUse(1 << 20, 1 << 19, len(inline))}
+        write_report(folder, summarise(trace, preparation, replay, setup, pools=pools), replay.outcomes, [], 1, samples)
+        return folder
+
+    return make

@@ -30,7 +30,8 @@ from structlog.testing import capture_logs
 from tensorferry.codecs.errors import LeaseError, StaleLease
 from tensorferry.codecs.messages import Origin, Proxy
 from tensorferry.codecs.pool import ledger
-from tensorferry.codecs.pool.pool import Attachment, Pool
+from tensorferry.codecs.pool.export import Attachment
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, View

@@ -26,7 +26,8 @@ from structlog.testing import capture_logs
 from tensorferry.codecs.errors import AttachRefused, PeerGone
 from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin, Proxy
 from tensorferry.codecs.pool.control import AckPage
-from tensorferry.codecs.pool.pool import Export, Pool
+from tensorferry.codecs.pool.export import Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach, recycle

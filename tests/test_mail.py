@@ -35,8 +35,9 @@ from tensorferry.codecs.messages import (
 )
 from tensorferry.codecs.messages import Pool as PoolAnnouncement
 from tensorferry.codecs.pool import mail
+from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.mail import Letter
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool, new_nonce
+from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline import stage
@@ -432,7 +433,7 @@ def test_a_retired_chunk_counts_until_its_consumer_says_that_it_has_dropped_it(
     assert retiring(pool) == 3, "it has heard of it, and has them mapped"
     reader.upkeep()
     tell(pool, reader)
-    assert retiring(pool) == 0
+    until(lambda: retiring(pool) == 0)
     again = publish(pool, column, some(4 * CHUNK, 1))
     tell(pool, reader)
     with reader.open(again) as view:
@@ -461,7 +462,8 @@ def test_lost_and_late_words_of_chunks(create: Create, reader: Reader, until: Un
     reader.hear(chunks)  # late
     reader.upkeep()
     tell(pool, reader)
-    assert (retiring(pool), pool.letters()) == (0, [])
+    until(lambda: retiring(pool) == 0)  # the pool's own thread may still have been unmapping it
+    assert pool.letters() == []
     again = publish(pool, column, some(2 * CHUNK, 1))
     tell(pool, reader)
     with reader.open(again) as view:
@@ -481,7 +483,7 @@ def test_a_chunk_that_was_never_told_of_is_dropped_all_the_same(create: Create, 
         reader.hear(message)
     reader.upkeep()
     tell(pool, reader)
-    assert retiring(pool) == 0
+    until(lambda: retiring(pool) == 0)
     assert column == 0
 
 
@@ -497,7 +499,7 @@ def test_r7_a_reader_that_detaches_answers_for_what_it_had(create: Create, reade
     assert out(pool) == 0, "its last acknowledgement is still said"
     shrink(pool, until)
     tell(pool, reader)
-    assert retiring(pool) == 0
+    until(lambda: retiring(pool) == 0)
 
 
 def test_r7_so_it_does_for_what_it_was_asked_about(create: Create, reader: Reader, until: Until) -> None:
@@ -514,7 +516,7 @@ def test_r7_so_it_does_for_what_it_was_asked_about(create: Create, reader: Reade
     assert retiring(pool) == 2, "it is asked, and has not looked yet"
     reader.detach(proxy.pool)
     tell(pool, reader)
-    assert retiring(pool) == 0, "without being asked again"
+    until(lambda: retiring(pool) == 0)  # without being asked again
 
 
 def test_r8_a_consumer_elsewhere_is_dead_when_its_supervisor_says_so(stub: Stub, until: Until) -> None:
@@ -527,7 +529,7 @@ def test_r8_a_consumer_elsewhere_is_dead_when_its_supervisor_says_so(stub: Stub,
         assert out(pool) == 1
         pool.strike(column)
         shrink(pool, until)
-        assert retiring(pool) == 0
+        until(lambda: retiring(pool) == 0)
         assert pool.letters() == []
         assert pool.hear(Released(pool.description.pool, reader.consumer, ())) is None
 
@@ -714,8 +716,15 @@ def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
             match chance.randrange(6):
                 case 0:
                     data = some(chance.randrange(1, 2 * CHUNK), step)
-                    if pool.fits([data.nbytes]):
-                        waiting.append((one, publish(pool, column, data), digest(data)))
+                    if not pool.fits([data.nbytes]):
+                        continue
+                    with Publisher(pool).publish(data) as draft:
+                        if draft.transport == "inline":  # a chunk was given back since
+                            continue
+                        assert draft.prepared(column)
+                        [proxy] = draft.dispatch(column, [])
+                        assert isinstance(proxy, Proxy)
+                        waiting.append((one, proxy, digest(data)))
                 case 1:
                     post.take(pool.letters(), one.hear, one.hear)
                     post.take(one.letters(), pool.hear, one.hear)

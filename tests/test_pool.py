@@ -21,7 +21,8 @@ import pytest
 from tensorferry.codecs.errors import AttachRefused, LeaseError, PeerGone, PoolFull
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Payload, Proxy
-from tensorferry.codecs.pool.pool import Attachment, Pool
+from tensorferry.codecs.pool.export import Attachment
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES

@@ -25,7 +25,8 @@ from tensorferry.codecs.errors import (
 )
 from tensorferry.codecs.messages import Inline, Proxy
 from tensorferry.codecs.pool.control import AckPage
-from tensorferry.codecs.pool.pool import Export, Pool
+from tensorferry.codecs.pool.export import Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, View

@@ -214,7 +214,7 @@ def test_the_files_hold_one_line_for_every_row_read(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "out"
     for _ in range(2):  # the second time over the first
         write_report(folder, summary, replay.outcomes, drops_of(trace, preparation, replay), replay.start_ns)
-    assert sorted(path.name for path in folder.iterdir()) == ["results.jsonl", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["gauges.jsonl", "results.jsonl", "summary.json"]
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert sorted(row["line"] for row in rows) == list(range(1, 9))
     read = json.loads((folder / "summary.json").read_text())

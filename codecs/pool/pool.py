@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -23,15 +23,15 @@ from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.cuda_vmm import CHUNK_NBYTES, VmmSegment
 from tensorferry.codecs.memory.host import HostSegment
-from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Growing, Memory, Order
+from tensorferry.codecs.memory.memory import Bytes, Growing, Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
-from tensorferry.codecs.messages import Confirmed, Nonce, PoolDescription, Released, Wire
-from tensorferry.codecs.pidfd import check_pidfd, is_dead
-from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
+from tensorferry.codecs.messages import Confirmed, PoolDescription, Released
+from tensorferry.codecs.pool.consumer import Consumer, close_all
+from tensorferry.codecs.pool.control import ControlPage, await_stores
+from tensorferry.codecs.pool.export import Attachment, Export, positions_of
 from tensorferry.codecs.pool.growth import Growth
 from tensorferry.codecs.pool.lease import Lease
 from tensorferry.codecs.pool.ledger import Grant, Ledger
-from tensorferry.codecs.pool.line import Sender
 from tensorferry.codecs.pool.mail import ChunkMail, Letter
 from tensorferry.codecs.pool.statistics import PoolStatistics
 
@@ -40,23 +40,6 @@ PoolMemory = Literal["host", "cuda_ipc", "cuda_vmm"]
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
 IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, unless they are told otherwise
 WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
-
-
-class Export(Wire, frozen=True):
-    """What a consumer is given of a pool, beside the descriptors of its memory, control page and process."""
-
-    description: PoolDescription
-    producer: Nonce
-    gpu: GpuHandle | None = None  #: instead of a descriptor of the memory
-    #: Of an elastic pool that shares no pages and is acknowledged by message: how its chunks are handed over.
-    mail: HandleKind | None = None
-
-
-class Attachment(Wire, frozen=True):
-    """What a consumer gives back, beside the descriptors of its ack page and process."""
-
-    pool: Nonce
-    consumer: Nonce
 
 
 class Pool:
@@ -80,7 +63,7 @@ class Pool:
         self._distrusted: list[int] = []  # quarantined for what they wrote, and not reported by `check_words` yet
         self._segment, self._control = segment, control
         self._ledger = Ledger(0 if growing else description.nbytes, description.slots)
-        self._consumers: dict[int, _Consumer] = {}
+        self._consumers: dict[int, Consumer] = {}
         self._lock = Lock()
         self._closed = False
         self._growth_waits = 0
@@ -163,7 +146,7 @@ class Pool:
         with self._lock(), ExitStack() as undo:
             self._check_open()
             fds = self._segment.descriptors()
-            undo.callback(_close_all, fds)  # the list as it is then
+            undo.callback(close_all, fds)  # the list as it is then
             if self.mail is None:
                 fds.append(os.dup(self._control.segment.fd))
             fds.append(os.pidfd_open(os.getpid()))
@@ -177,55 +160,20 @@ class Pool:
         there is no ack page, and a line only for descriptors; from another node nothing comes, and whoever knows of the
         consumer's death must `strike` it. Returns the consumer's column. Raises AttachRefused.
         """
-        if self.mail is not None:
-            return self._admit_by_mail(attachment, fds)
-        description, fds = self.description, list(fds)
+        if self.mail is None:
+            consumer = Consumer.local(self.description, attachment, fds)
+        else:
+            consumer = Consumer.by_mail(self.description, self.mail, attachment, fds)
         with ExitStack() as undo:
-            undo.callback(_close_all, fds)  # the list as it is then
-            needed = 2 if self._growth is None else 3
-            if len(fds) != needed or attachment.pool != description.pool:
-                raise AttachRefused(
-                    f"{len(fds)} descriptors for pool {attachment.pool}; {needed} for pool {description.pool} are "
-                    "needed"
-                )
-            check_pidfd(fds[1])
-            positions = positions_of(description)
-            page = AckPage.attach(fds[0], description.slots, attachment.pool, attachment.consumer, positions)
-            undo.callback(page.close)
-            line = None
-            if self._growth is not None:
-                line = Sender(fds.pop())
-                undo.callback(line.close)
+            undo.callback(consumer.close)
             with self._lock():
                 self._check_open()
+                if self.mail and any(other.epoch == consumer.epoch for other in self._consumers.values()):
+                    raise AttachRefused(f"consumer {consumer.epoch} has a column already: its mail would be two's")
                 column = self._ledger.admit()
-                self._consumers[column] = _Consumer(attachment.consumer, page, fds[1], line)
+                self._consumers[column] = consumer
                 if self._growth is not None:
                     self._growth.admitted(column)
-            undo.pop_all()
-        os.close(fds[0])
-        return column
-
-    def _admit_by_mail(self, attachment: Attachment, fds: Sequence[int]) -> int:
-        pool, fds = self.description.pool, list(fds)
-        with ExitStack() as undo:
-            undo.callback(_close_all, fds)  # the list as it is then
-            needed = (2,) if self.mail == "posix_fd" else (0, 1)
-            if len(fds) not in needed or attachment.pool != pool:
-                said = f"{' or '.join(map(str, needed))} for pool {pool} are needed"
-                raise AttachRefused(f"{len(fds)} descriptors for pool {attachment.pool}; {said}")
-            if fds:
-                check_pidfd(fds[0])
-            mail = ChunkMail(pool, attachment.consumer, Sender(fds.pop()) if self.mail == "posix_fd" else None)
-            undo.callback(mail.close)
-            with self._lock():
-                self._check_open()
-                if any(consumer.epoch == attachment.consumer for consumer in self._consumers.values()):
-                    raise AttachRefused(f"consumer {attachment.consumer} has a column already: its mail would be two's")
-                column = self._ledger.admit()
-                self._consumers[column] = _Consumer(attachment.consumer, None, fds[0] if fds else None, mail)
-                assert self._growth is not None
-                self._growth.admitted(column)
             undo.pop_all()
         return column
 
@@ -499,38 +447,16 @@ class Pool:
         self._ledger.strike(column)
         if column in self._distrusted:
             self._distrusted.remove(column)
-        if consumer.page is not None:
-            consumer.page.close()
-        if consumer.pidfd is not None:
-            os.close(consumer.pidfd)
-        if self._growth is not None and consumer.line is not None:
+        if self._growth is not None:
             self._growth.struck(column)
-            consumer.line.close()
+        consumer.close()
 
     def _strike_dead(self) -> list[int]:
-        consumers = self._consumers.items()
-        dead = [column for column, one in consumers if one.pidfd is not None and is_dead(one.pidfd)]
+        dead = [column for column, consumer in self._consumers.items() if consumer.is_dead]
         for column in dead:
             self._strike(column)
         self._struck += len(dead)
         return dead
-
-
-class _Consumer(NamedTuple):
-    epoch: int
-    page: AckPage | None  #: None: it acknowledges by message
-    pidfd: int | None  #: None: it is on another node
-    line: Sender | ChunkMail | None = None  #: to consumers of an elastic pool
-
-
-def positions_of(description: PoolDescription) -> int:
-    """How many chunks a pool can have; 0: its memory does not come in chunks."""
-    return description.nbytes // description.chunk_nbytes if description.chunk_nbytes else 0
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def new_nonce() -> int:

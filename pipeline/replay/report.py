@@ -1,4 +1,4 @@
-"""What a replay leaves behind: a table for people, summary.json and results.jsonl for programs."""
+"""What a replay leaves behind: a table for people, and files for programs, which `folder` reads again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented
 from tensorferry.pipeline.replay.request import ASSUMED_OUTPUT_TOKENS, Drop, Image
 from tensorferry.pipeline.replay.run import Outcome
@@ -32,12 +33,18 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_report(
-    folder: Path, summary: Summary, outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int
+    folder: Path,
+    summary: Summary,
+    outcomes: Sequence[Outcome],
+    drops: Sequence[Drop],
+    start_ns: int,
+    samples: Sequence[Sample] = (),
 ) -> None:
-    """Write both files into `folder`, made if need be. Each appears whole or not at all, the summary last."""
+    """Write the files into `folder`, made if need be. Each appears whole or not at all, the summary last."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (_encode(result) + b"\n" for result in results(outcomes, drops, start_ns))
     write_whole(folder / "results.jsonl", lines)
+    write_whole(folder / "gauges.jsonl", (_encode(sample) + b"\n" for sample in samples))
     write_whole(folder / "summary.json", [msgspec.json.format(_encode(summary), indent=2), b"\n"])
 
 
@@ -109,7 +116,7 @@ def print_report(console: Console, summary: Summary) -> None:
     for name, reasons in (("dropped", summary.dropped), ("failed", summary.failed)):
         for reason in reasons:
             console.print(_reason(name, reason), markup=False, highlight=False)
-    for warning in _warnings(summary):
+    for warning in warnings(summary):
         console.print(warning, style="bold red", markup=False, highlight=False)
 
 
@@ -120,19 +127,19 @@ def print_plan(console: Console, summary: Summary) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     unsent = sum(reason.count for reason in s.dropped if reason.reason == UNSENT)
-    table.add_row("trace", Text(_trace(s)))
+    table.add_row("trace", Text(trace_text(s)))
     table.add_row("sha256", Text(s.trace.sha256))
-    table.add_row("run", Text(_how(s)))
+    table.add_row("run", Text(how_text(s)))
     for name, value in _session_rows(s):
         table.add_row(name, Text(value))
     table.add_row("requests", Text(f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"))
     table.add_row("payload", Text(f"sha256 {s.run.payload_sha256}"))
-    table.add_row("invented", Text(_invented(s.invented, s.trace)))
+    table.add_row("invented", Text(invented_text(s.invented, s.trace)))
     console.print(table)
     for reason in s.dropped:
         if reason.reason != UNSENT:
             console.print(_reason("dropped", reason), markup=False, highlight=False)
-    for warning in _warnings(s):
+    for warning in warnings(s):
         console.print(warning, style="bold red", markup=False, highlight=False)
     console.print("a dry run: nothing was started and nothing sent")
 
@@ -141,7 +148,7 @@ def _title(summary: Summary) -> str:
     return f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}"
 
 
-def _trace(s: Summary) -> str:
+def trace_text(s: Summary) -> str:
     notes = [f"{count} {name.replace('_', ' ')}" for name, count in s.trace.notes.items()]
     if s.trace.inversions:
         notes.append(f"{s.trace.inversions} rows out of order, sorted")
@@ -152,15 +159,15 @@ def _trace(s: Summary) -> str:
     return f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
 
 
-def _how(s: Summary) -> str:
+def how_text(s: Summary) -> str:
     speed = "as fast as possible" if s.run.speed == "max" else f"speed {s.run.speed}"
     ceiling = "no ceiling" if s.run.concurrency is None else f"at most {s.run.concurrency} in flight"
     return f"{speed}, {ceiling}, seed {s.run.seed}, transport {s.run.transport}"
 
 
 def _rows(s: Summary) -> Iterator[tuple[str, str]]:
-    yield "trace", _trace(s)
-    yield "run", f"{_how(s)}, {s.run.duration_s:.3f} s"
+    yield "trace", trace_text(s)
+    yield "run", f"{how_text(s)}, {s.run.duration_s:.3f} s"
     yield from _session_rows(s)
     r = s.requests
     yield "requests", f"{r.read} read = {r.sent} sent + {r.dropped} dropped; sent = {r.ok} ok + {r.failed} failed"
@@ -172,14 +179,14 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
     yield "items", _items(s.items)
     if s.items.fallbacks is not None:
         away = s.items.fallbacks
-        yield "fallbacks", f"{away.items} items ({_size(away.nbytes)}) went inline for want of room in a pool"
+        yield "fallbacks", f"{away.items} items ({size_text(away.nbytes)}) went inline for want of room in a pool"
     pools = [
-        f"{name} {_size(pool.peak_lent_nbytes)} of {_size(pool.capacity_nbytes)}"
+        f"{name} {size_text(pool.peak_lent_nbytes)} of {size_text(pool.capacity_nbytes)}"
         + (f", full {pool.refused} times" if pool.refused else "")
         for name, pool in s.pools.items()
     ]
     yield "pool peak", "\n".join(pools) or "no pools"
-    yield "invented", _invented(s.invented, s.trace)
+    yield "invented", invented_text(s.invented, s.trace)
 
 
 def _session_rows(s: Summary) -> Iterator[tuple[str, str]]:
@@ -197,11 +204,11 @@ def _session_rows(s: Summary) -> Iterator[tuple[str, str]]:
 def _items(items: Items) -> str:
     if not items.count:
         return "none"
-    ways = [f"{c.items} by {transport} ({_size(c.nbytes)})" for transport, c in items.by_transport.items()]
+    ways = [f"{c.items} by {transport} ({size_text(c.nbytes)})" for transport, c in items.by_transport.items()]
     return f"{items.count}, {items.rows} embeddings: {', '.join(ways)}"
 
 
-def _invented(i: Invented, trace: TraceSummary) -> str:
+def invented_text(i: Invented, trace: TraceSummary) -> str:
     number_only = f"images: size and picture (the trace has only their number), sizes as {i.image_model}"
     said = [
         (i.images_of_modelled_size, number_only),
@@ -253,7 +260,7 @@ def _reason(name: str, reason: Reason) -> str:
     return f"{name}: {reason.count} x {reason.reason} ({'; '.join(reason.examples)})"
 
 
-def _warnings(s: Summary) -> Iterator[str]:
+def warnings(s: Summary) -> Iterator[str]:
     if s.run.degraded:
         yield (
             f"DEGRADED: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
@@ -267,7 +274,7 @@ def _warnings(s: Summary) -> Iterator[str]:
         yield f"the deployment failed: {s.run.error}"
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     if nbytes < 1 << 10:
         return f"{nbytes} B"
     return f"{nbytes / 1024:.1f} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -107,6 +107,7 @@ class Replay:
         self.turns = Turns([prepared.request for prepared in requests], sessions, speed)
         self.outcomes: list[Outcome] = []  #: of those that were sent, in the order of sending
         self.start_ns = 0  #: of the run, on `clock`
+        self.started = asyncio.Event()  #: from then on `start_ns` is known
         self.interrupted = False
         self._requests, self._tokens, self._speed = requests, tokens, speed
         self._ceiling = Ceiling(concurrency)
@@ -145,6 +146,7 @@ class Replay:
             async with asyncio.TaskGroup() as tasks:
                 looker = tasks.create_task(self._look(client, watch))
                 self.start_ns = self._clock.now_ns()
+                self.started.set()
                 self._pacer = tasks.create_task(pace(due_ns, self._clock, self.start_ns, self._ceiling, send, idle))
                 if self.interrupted:
                     self._pacer.cancel()

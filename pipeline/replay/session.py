@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Protocol
 
 import structlog
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.messages import Member
+from tensorferry.pipeline.replay.gauges import Sampler
 from tensorferry.pipeline.replay.run import Replay, Submitter, Watch
 from tensorferry.pipeline.replay.summary import PoolUse, pool_use
 
@@ -30,6 +31,7 @@ class Session:
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.pools: dict[str, PoolUse] = {}
+        self.sampler = Sampler()
         self.error = ""  #: what ended the run early
 
     async def carry_out(
@@ -47,13 +49,29 @@ class Session:
         try:
             async with deployment as client:
                 with _interruptible(self.replay, client):
-                    await self.replay.run(client, watch)
+                    async with self._sampled(client):
+                        await self.replay.run(client, watch)
                     self.pools = await _pools(client, heartbeat_s)
         except* FerryError as group:
             if not self.replay.start_ns:
                 raise
             self.error = "; ".join(dict.fromkeys(str(problem) for problem in _leaves(group)))
             self.replay.abandon(None, "deployment_failed", self.error)
+
+    @asynccontextmanager
+    async def _sampled(self, client: Connected) -> AsyncIterator[None]:
+        """The deployment's gauges, while the block runs."""
+
+        async def sample() -> None:
+            await self.replay.started.wait()
+            await self.sampler.run(client, self.replay.start_ns)
+
+        sampling = asyncio.create_task(sample())
+        try:
+            yield
+        finally:
+            sampling.cancel()
+            await asyncio.wait([sampling])
 
 
 @contextmanager

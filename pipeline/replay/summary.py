@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -58,6 +60,9 @@ class RunSummary(msgspec.Struct, frozen=True):
     following: int  #: requests that depend on the one before
     guessed_think_times: int  #: of those, how many think times have the recorded answer in them
     payload_sha256: str  #: of all that was to be sent
+    command: list[str]  #: what was typed
+    config: dict[str, Any]  #: every setting of the deployment, as its file has them
+    pooled_from_nbytes: int | None  #: items of at least so many bytes should travel in a pool; None: none should
     strict: bool  #: a degraded run is a failed one
     duration_s: float  #: from the first due time to the last outcome
     interrupted: bool
@@ -166,6 +171,8 @@ class Setup(msgspec.Struct, frozen=True):
     strict: bool = False
     #: Items of at least so many bytes should travel in a pool; None: inline is how they are meant to travel.
     pooled_from_nbytes: int | None = None
+    command: Sequence[str] = ()
+    config: Mapping[str, Any] = MappingProxyType({})
 
 
 def drops_of(trace: Trace, preparation: Preparation, replay: Replay) -> list[Drop]:
@@ -219,6 +226,9 @@ def summarise(
             following=replay.turns.following,
             guessed_think_times=replay.turns.guessed,
             payload_sha256=preparation.payload_sha256,
+            command=list(setup.command),
+            config=dict(setup.config),
+            pooled_from_nbytes=setup.pooled_from_nbytes,
             strict=setup.strict,
             duration_s=end_ns / NS,
             interrupted=replay.interrupted,
@@ -310,6 +320,11 @@ def _items(ok: Sequence[Outcome], pooled_from_nbytes: int | None) -> Items:
     )
 
 
+#: A mark of one encoder rank, `read-3`: it had read its items' features, so they keep no place in a pool any more. No
+#: step of the request, as the ranks of a request work beside each other.
+READ = "read-"
+
+
 def reached(marks: Iterable[Mark]) -> dict[str, int]:
     """When each step was, in the order of time. One that several processes reach for a request (encoder ranks)
     counts when the last of them has."""
@@ -327,7 +342,7 @@ def _steps(ok: Sequence[Outcome], start_ns: int) -> list[Step]:
     orders: Counter[tuple[str, ...]] = Counter()
     for outcome in ok:
         sent_ns = previous_ns = start_ns + outcome.sent_ns
-        steps = reached(outcome.marks)
+        steps = reached(mark for mark in outcome.marks if not mark.step.startswith(READ))
         orders[tuple(steps)] += 1
         for step, at_ns in steps.items():
             since_sent[step].append(at_ns - sent_ns)

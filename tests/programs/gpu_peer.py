@@ -19,7 +19,8 @@ import torch
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.messages import Chunks, Confirmed, Proxy, Retired
-from tensorferry.codecs.pool.pool import Attachment, Export, Pool
+from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import View, view_of

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tensorferry.codecs.messages import Proxy
-from tensorferry.codecs.pool.pool import Export
+from tensorferry.codecs.pool.export import Export
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import View
 

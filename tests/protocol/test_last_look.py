@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorferry.codecs import reader as reader_module
+from tensorferry.codecs import imported as imported_module
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
@@ -31,7 +31,7 @@ def test_ready_may_come_between_a_look_and_the_death(monkeypatch: pytest.MonkeyP
                     lease.publish()
                 return True
 
-            monkeypatch.setattr(reader_module, "is_dead", dies_now)
+            monkeypatch.setattr(imported_module, "is_dead", dies_now)
             if in_time:
                 with reader.open(proxy_of(pool, lease)) as view:
                     assert bytes(view.data) == b"\7" * 8

@@ -10,15 +10,16 @@ from typing import Any
 from lives.stream import Stream
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.imported import Imported
 from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pidfd import is_dead
 from tensorferry.codecs.pool.ledger import Grant, Ledger, Words
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.reader import Reader, _Import
+from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import View
 
 _kept: list[object] = []
-_open, _reclaim, _attach, _is_ready = Reader.open, Ledger.reclaim, Reader.attach, _Import.is_ready
+_open, _reclaim, _attach, _is_ready = Reader.open, Ledger.reclaim, Reader.attach, Imported.is_ready
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def _reclaim_at_the_first(self: Ledger, ready: Words, acks: Mapping[int, Words],
     return _reclaim(self, ready, acks, limit)
 
 
-def _believe_the_living_only(self: _Import, proxy: Proxy) -> bool:
+def _believe_the_living_only(self: Imported, proxy: Proxy) -> bool:
     if is_dead(self.producer):
         raise PeerGone(f"pool {proxy.pool}", "its producer is dead")
     return _is_ready(self, proxy)
@@ -75,9 +76,9 @@ def _attach_and_keep_a_descriptor(self: Reader, *arguments: Any) -> Any:
 FAULTS: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
     "acknowledges before it has read": (Reader, "open", _open_and_acknowledge_first),
     "forgets the lease of a block that failed": (Reader, "open", _open_and_forget_when_it_fails),
-    "reads what is not ready": (_Import, "_looks_ready", lambda self, proxy: True),
-    "waits for the dead": (_Import, "is_ready", lambda self, proxy: self._looks_ready(proxy)),
-    "gives up what a dead producer had finished": (_Import, "is_ready", _believe_the_living_only),
+    "reads what is not ready": (Imported, "_looks_ready", lambda self, proxy: True),
+    "waits for the dead": (Imported, "is_ready", lambda self, proxy: self._looks_ready(proxy)),
+    "gives up what a dead producer had finished": (Imported, "is_ready", _believe_the_living_only),
     "keeps a descriptor": (Reader, "attach", _attach_and_keep_a_descriptor),
     "keeps what it has detached": (Reader, "detach", lambda self, pool: _kept.append(self._pools.pop(pool, None))),
     "strikes whoever is slow": (Pool, "_strike_dead", _strike_the_slow),

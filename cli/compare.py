@@ -1,0 +1,72 @@
+"""`tensorferry compare`: what several replays found, side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.pipeline.replay.comparison import METRICS, Comparison, Group, compare, find_runs, grouped
+from tensorferry.pipeline.replay.html import charts
+from tensorferry.pipeline.replay.html.comparison import change_text, report, value_text
+from tensorferry.pipeline.replay.whole import write_whole
+
+STYLES = {"better": "green", "worse": "red", "": ""}
+
+
+@click.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with plots too.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(folders: tuple[Path, ...], html: Path | None, seed: int, as_json: bool) -> None:
+    """Compare the runs in FOLDERS, which `replay --out` or `sweep` has written.
+
+    Runs of equal settings are repeats, and give one row with 95 % confidence intervals. The first row is what the
+    others are compared with.
+    """
+    groups = grouped(find_runs(folders))
+    comparison = compare(groups, seed)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+    else:
+        print_comparison(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), comparison)
+    if html is not None:
+        write_comparison(html, groups, comparison, quiet=as_json)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """A block for each metric: on a terminal, columns for all of them would not fit beside each other."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("", "runs", "value [95 %]", "from the first", ""):
+        table.add_column(head, justify="right" if head == "runs" else "left")
+    for metric in METRICS:
+        shown = [line for line in comparison.lines if metric.key in line.values]
+        if not shown:
+            continue
+        table.add_row(Text(metric.name, "bold"))
+        for line in shown:
+            value = line.values[metric.key]
+            cells = [line.name, str(len(line.folders)), value_text(metric, value.estimate), change_text(value)]
+            table.add_row(*map(Text, cells), Text(value.verdict, STYLES[value.verdict]))
+    console.print(table)
+    for warning in comparison.warnings:
+        console.print(warning, style="bold red", markup=False, highlight=False)
+
+
+def write_comparison(path: Path, groups: Sequence[Group], comparison: Comparison, *, quiet: bool = False) -> None:
+    """The page, where matplotlib is; else why not."""
+    if charts.installed():
+        write_whole(path, [report(groups, comparison)])
+        click.echo(f"wrote {click.format_filename(path)}", err=quiet)
+    else:
+        click.echo(
+            f"no {click.format_filename(path)}: its plots need matplotlib, pip install 'tensorferry[report]'", err=quiet
+        )

@@ -1,0 +1,210 @@
+"""`tensorferry plan`: how large the tokenizers' pools must be for a trace, by their ledger alone."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.replay import PLAIN_WIDTH, Sizer, speed_option
+from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
+from tensorferry.codecs.errors import ConfigError, ReportError
+from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.replay.folder import Run, read_run
+from tensorferry.pipeline.replay.forecast import Plan, Rules, Visit, forecast, plan
+from tensorferry.pipeline.replay.formats.lengths import Keys
+from tensorferry.pipeline.replay.html import charts
+from tensorferry.pipeline.replay.html.plan import report
+from tensorferry.pipeline.replay.image_models import image_model
+from tensorferry.pipeline.replay.photos import load_photos
+from tensorferry.pipeline.replay.prepare import prepare
+from tensorferry.pipeline.replay.recording import Recording
+from tensorferry.pipeline.replay.report import size_text
+from tensorferry.pipeline.replay.schedule import Speed
+from tensorferry.pipeline.replay.text import TokenSource
+from tensorferry.pipeline.replay.trace import load
+from tensorferry.pipeline.replay.visits import Arrival, Stations, given
+from tensorferry.pipeline.replay.visits import measured as visits_of_run
+from tensorferry.pipeline.replay.whole import write_whole
+from tensorferry.pipeline.replay.window import Moment, Window
+from tensorferry.stages.assignment import owners
+from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.registry import make_processor
+
+_BAR = 40
+
+
+@click.command()
+@trace_argument
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@click.option(
+    "--measured",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A replay's --out folder: TRACE as it ran here, best with a large pool.",
+)
+@click.option("--processing-ms", type=click.FloatRange(min=0), help="Of 1,000 patches in a thread, without --measured.")
+@click.option("--encoding-ms", type=click.FloatRange(min=0), help="Of 1,000 patches in a rank, without --measured.")
+@speed_option
+@reading_options
+@window_options
+@click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with the plot too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    trace: Path,
+    file: Path,
+    settings: tuple[str, ...],
+    measured: Path | None,
+    processing_ms: float | None,
+    encoding_ms: float | None,
+    speed: Speed,
+    rate: float | None,
+    keys: Keys | None,
+    seed: int,
+    start: Moment | None,
+    end: Moment | None,
+    limit: int | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Say which pool.budget_mb keeps fallbacks under 1 % and under 0.1 % for TRACE.
+
+    How long items keep their place comes from a run (--measured), or from given times (--processing-ms and
+    --encoding-ms). With --measured the run's own speed and window count.
+    """
+    deployment = load_deployment(file, settings)
+    if deployment.transport == "cpu":
+        raise ConfigError(str(file), None, "transport", "cpu has no pools to plan; use another")
+    recording = opened(trace, rate, keys, seed)
+    run = None
+    if measured is not None:
+        if processing_ms is not None or encoding_ms is not None:
+            raise click.UsageError(
+                "--measured has the times already; leave --processing-ms and --encoding-ms away", ctx
+            )
+        run = read_run(measured)
+        visits = _as_measured(run, recording, deployment)
+    elif processing_ms is None or encoding_ms is None:
+        raise click.UsageError("say how long things take: --measured DIR, or --processing-ms and --encoding-ms", ctx)
+    elif speed.ratio is None:
+        raise click.BadParameter("a plan needs times, and max has none", ctx, param_hint="--speed")
+    else:
+        stations = _stations(deployment, processing_ms, encoding_ms)
+        arrivals = _arrivals(recording, deployment, speed, Window(start, end), limit, seed)
+        visits = given(
+            list(arrivals),
+            stations,
+            lambda request, patches, ranks: owners("balanced", request, patches, [b""] * len(patches), ranks),
+        )
+    rules = rules_of(deployment)
+    found = plan(visits, rules)
+    answers = list(_answers(found))
+    if run is not None:
+        answers.append(_check(run, visits, rules))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    else:
+        print_plan(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), found, answers)
+    if html is not None:
+        if not charts.installed():
+            raise ReportError(str(html), "plots need matplotlib: pip install 'tensorferry[report]'")
+        write_whole(html, [report(found, f"{trace.name}: how large its pools must be", answers)])
+        click.echo(f"wrote {click.format_filename(html)}", err=as_json)
+
+
+def rules_of(deployment: Deployment) -> Rules:
+    """What of a deployment its pools go by, but for their size."""
+    pool = deployment.pool
+    wait_ns = pool.wait_ms * 1_000_000 if pool.when_full == "wait" else 0
+    return Rules(deployment.tokenizer.workers, pool.slots, wait_ns)
+
+
+def print_plan(console: Console, found: Plan, answers: list[str]) -> None:
+    """The curve as bars, then the answers."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("pool.budget_mb", justify="right")
+    table.add_column("fallbacks", justify="right")
+    table.add_column("")
+    most = max((point.share for point in found.curve), default=0.0)
+    for point in found.curve:
+        bar = "█" * round(_BAR * point.share / most) if most else ""
+        table.add_row(str(point.budget_mb), f"{point.share:.2%}", Text(bar, "blue"))
+    console.print(table)
+    for answer in answers:
+        console.print(answer, markup=False, highlight=False)
+
+
+def _answers(found: Plan) -> Iterator[str]:
+    for share, budget_mb in (("1 %", found.under_1_percent_mb), ("0.1 %", found.under_01_percent_mb)):
+        if budget_mb is None:
+            yield f"Fallbacks stay above {share} whatever the budget: pool.slots run out."
+        else:
+            yield f"Fallbacks under {share}: pool.budget_mb={budget_mb}."
+    yield f"At most {size_text(found.peak_nbytes)} would be lent at once."
+
+
+def _check(run: Run, visits: list[Visit], rules: Rules) -> str:
+    """The run itself, beside what is said of its own budget: whoever doubts the rest can start here."""
+    budget_mb = int(run.summary.run.config["pool"]["budget_mb"])
+    said = forecast(visits, rules, budget_mb)
+    had = sum(run.fell_back(item) for row in run.ok for item in row.items)
+    share = had / said.items if said.items else 0.0
+    return f"The run itself had pool.budget_mb={budget_mb} and {share:.2%} fallbacks; by this plan {said.share:.2%}."
+
+
+def _as_measured(run: Run, recording: Recording, deployment: Deployment) -> list[Visit]:
+    if run.summary.trace.sha256 != recording.sha256():
+        raise ReportError(str(run.folder), f"it is of another trace than {recording.path}; replay this one")
+    if run.summary.run.pooled_from_nbytes is None:
+        raise ReportError(
+            str(run.folder), "it ran without pools (transport: cpu); replay with the transport to plan for"
+        )
+    return visits_of_run(run, deployment.tokenizer.workers)
+
+
+def _stations(deployment: Deployment, processing_ms: float, encoding_ms: float) -> Stations:
+    """Times are of 1,000 patches, so a millisecond is a thousand nanoseconds a patch."""
+    return Stations(
+        deployment.tokenizer.workers,
+        deployment.tokenizer.threads,
+        deployment.encoder.ranks,
+        deployment.encoder.batch_patches,
+        deployment.pool.inline_below_kb << 10,
+        processing_ms * 1000,
+        encoding_ms * 1000,
+    )
+
+
+def _arrivals(
+    recording: Recording, deployment: Deployment, speed: Speed, window: Window, limit: int | None, seed: int
+) -> Iterator[Arrival]:
+    """What a replay would send, as far as pools are concerned."""
+    trace = load(recording, window=window, limit=limit)
+    processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    model = image_model("modserve", seed)
+    prepared = prepare(trace, load_photos(None), Sizer(processor), TokenSource(1, (), seed), seed=seed, model=model)
+    sizes: dict[int, tuple[int, int]] = {}  # by identity: equal images are one object
+    for one in prepared.requests:
+        for image in one.images:
+            if id(image) not in sizes:
+                try:
+                    item = processor.plan(image)
+                except BadMedia:  # its request fails, in the deployment as here
+                    sizes[id(image)] = 0, 0
+                else:
+                    sizes[id(image)] = item.nbytes, item.patches
+        nbytes, patches = [sizes[id(image)][0] for image in one.images], [sizes[id(image)][1] for image in one.images]
+        if patches and all(patches):
+            request = hashlib.blake2b(str(one.request.place).encode(), digest_size=16).digest()
+            yield Arrival(speed.due_ns(one.request.at_ns - trace.origin_ns), request, tuple(nbytes), tuple(patches))

@@ -1,0 +1,87 @@
+"""A consumer as its pool has it: what it may store, what proves its death, and what its chunks are sent by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Self
+
+from tensorferry.codecs.errors import AttachRefused
+from tensorferry.codecs.memory.cuda_driver import HandleKind
+from tensorferry.codecs.messages import PoolDescription
+from tensorferry.codecs.pidfd import check_pidfd, is_dead
+from tensorferry.codecs.pool.control import AckPage
+from tensorferry.codecs.pool.export import Attachment, positions_of
+from tensorferry.codecs.pool.line import Sender
+from tensorferry.codecs.pool.mail import ChunkMail
+
+
+class Consumer(NamedTuple):
+    """Holds everything in it, until `close`."""
+
+    epoch: int
+    page: AckPage | None  #: None: it acknowledges by message
+    pidfd: int | None  #: None: it is on another node
+    line: Sender | ChunkMail | None  #: of an elastic pool
+
+    @classmethod
+    def local(cls, description: PoolDescription, attachment: Attachment, fds: Sequence[int]) -> Self:
+        """One that shares pages. Takes over its descriptors (ack page, process, and for an elastic pool the line), also
+        where it raises AttachRefused."""
+        fds, needed = list(fds), 3 if description.chunk_nbytes else 2
+        with ExitStack() as undo:
+            undo.callback(close_all, fds)  # the list as it is then
+            if len(fds) != needed or attachment.pool != description.pool:
+                raise _refused(description, attachment, fds, f"{needed}")
+            check_pidfd(fds[1])
+            positions = positions_of(description)
+            page = AckPage.attach(fds[0], description.slots, attachment.pool, attachment.consumer, positions)
+            undo.callback(page.close)
+            line = Sender(fds.pop()) if description.chunk_nbytes else None
+            undo.pop_all()
+        os.close(fds[0])
+        return cls(attachment.consumer, page, fds[1], line)
+
+    @classmethod
+    def by_mail(
+        cls, description: PoolDescription, kind: HandleKind, attachment: Attachment, fds: Sequence[int]
+    ) -> Self:
+        """One that shares none. Takes over its descriptors (process and line for chunks by descriptor; for FABRIC
+        handles its process where it is on this node), also where it raises AttachRefused."""
+        fds, needed = list(fds), (2,) if kind == "posix_fd" else (0, 1)
+        with ExitStack() as undo:
+            undo.callback(close_all, fds)  # the list as it is then
+            if len(fds) not in needed or attachment.pool != description.pool:
+                raise _refused(description, attachment, fds, " or ".join(map(str, needed)))
+            if fds:
+                check_pidfd(fds[0])
+            line = Sender(fds.pop()) if kind == "posix_fd" else None
+            undo.pop_all()
+        mail = ChunkMail(description.pool, attachment.consumer, line)
+        return cls(attachment.consumer, None, fds[0] if fds else None, mail)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process is proven dead; of one on another node that is never known here."""
+        return self.pidfd is not None and is_dead(self.pidfd)
+
+    def close(self) -> None:
+        with ExitStack() as undo:
+            if self.page is not None:
+                undo.callback(self.page.close)
+            if self.pidfd is not None:
+                undo.callback(os.close, self.pidfd)
+            if self.line is not None:
+                undo.callback(self.line.close)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _refused(description: PoolDescription, attachment: Attachment, fds: Sequence[int], needed: str) -> AttachRefused:
+    return AttachRefused(
+        f"{len(fds)} descriptors for pool {attachment.pool}; {needed} for pool {description.pool} are needed"
+    )

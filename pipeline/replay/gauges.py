@@ -1,0 +1,85 @@
+"""What the processes of a deployment say of themselves while a replay runs: samples of their gauges, for the report.
+
+Tokenizers answer a question with their numbers of that moment; the other stages' are those of their last heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from tensorferry.codecs.messages import Member
+
+log = structlog.get_logger()
+
+EVERY_S = 0.25
+#: With more samples than this every other one is left out and the rest are taken half as often, so that a day's replay
+#: costs no more memory than an hour's.
+MOST_SAMPLES = 8192
+#: The gauges that are kept, where a process has them.
+KEPT = (
+    "pool_capacity_nbytes",
+    "pool_mapped_nbytes",
+    "pool_lent_nbytes",
+    "pool_lent_slots",
+    "pool_refused",
+    "encode_calls",
+    "encoded_items",
+    "cache_hits",
+    "cache_misses",
+)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The gauges of one process at one time."""
+
+    at_ms: float  #: since the start of the run
+    process: str  #: such as tokenizer-0
+    gauges: dict[str, float]
+
+
+class Asked(Protocol):
+    """A client that can ask a deployment how it is."""
+
+    async def refresh(self, timeout_s: float = 5.0) -> list[Member]: ...
+
+
+class Sampler:
+    """Asks a deployment for its gauges, again and again."""
+
+    def __init__(self, every_s: float = EVERY_S, most: int = MOST_SAMPLES) -> None:
+        self._rounds: list[list[Sample]] = []  #: one for each time that it asked
+        self._every_s, self._most = every_s, most
+
+    @property
+    def samples(self) -> list[Sample]:
+        """In the order of time."""
+        return [sample for taken in self._rounds for sample in taken]
+
+    async def run(self, client: Asked, start_ns: int) -> None:
+        """Until cancelled. start_ns: of the run, on CLOCK_MONOTONIC."""
+        while True:
+            try:
+                members = await client.refresh()
+            except TimeoutError:  # a hole in the plots; whoever waits for the answers says what is wrong
+                log.info("gauges_unknown")
+            else:
+                self.take(members, time.monotonic_ns() - start_ns)
+            await asyncio.sleep(self._every_s)
+
+    def take(self, members: Iterable[Member], at_ns: int) -> None:
+        """Keep what these say."""
+        self._rounds.append([sample for member in members if (sample := _sample(member, at_ns / 1e6)).gauges])
+        if len(self._rounds) > self._most:
+            self._rounds = self._rounds[::2]
+            self._every_s *= 2
+
+
+def _sample(member: Member, at_ms: float) -> Sample:
+    gauges = {gauge.name: gauge.value for gauge in member.gauges if gauge.name in KEPT}
+    return Sample(round(at_ms, 3), f"{member.stage}-{member.rank}", gauges)
