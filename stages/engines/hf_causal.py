@@ -125,7 +125,9 @@ def _model(options: HfCausalOptions) -> Any:
     )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).eval()
-    weights = seeded_weights({name: tuple(t.shape) for name, t in model.state_dict().items()}, options.seed)
+    weights = seeded_weights(
+        {name: tuple(t.shape) for name, t in model.state_dict().items()}, options.seed, "scheduler.options"
+    )
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
     return model
