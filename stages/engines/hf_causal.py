@@ -105,7 +105,10 @@ def _model(options: HfCausalOptions) -> Any:
     dtype = _DTYPES[options.dtype]
     if options.path is not None:
         if not Path(options.path).is_dir():  # transformers would look for it on the network
-            raise bad_config("scheduler.options.path", f"{options.path} is not a directory")
+            raise bad_config(
+                "scheduler.options.path",
+                f"{options.path} is not a directory; name one with config.json and safetensors",
+            )
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 options.path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tensorferry.pipeline.config import LimitsSpec, Spec
+from tensorferry.stages.patches import Patches
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
 from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
@@ -34,6 +37,15 @@ def check_processor(name: str, options: Mapping[str, object]) -> None:
     check_reference("tokenizer.processor", name, BUILT_IN)
     if name in BUILT_IN:
         read_options("tokenizer.options", name, BUILT_IN[name].options, {**BUILT_IN[name].preset, **options})
+
+
+def patches_made(name: str, options: Mapping[str, object]) -> Patches | None:
+    """How a processor cuts an image up, without an import; None: not known (a plug-in). Raises ConfigError."""
+    check_processor(name, options)
+    if name not in BUILT_IN:
+        return None
+    chosen = msgspec.convert({**BUILT_IN[name].preset, **options}, Qwen2VLOptions)
+    return Patches(3 * chosen.temporal_patch_size * chosen.patch_size**2, chosen.merge_size)
 
 
 def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec) -> Processor:
