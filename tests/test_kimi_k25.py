@@ -174,9 +174,9 @@ def test_what_is_compiled_takes_items_of_any_size(
 def test_without_a_path_the_architecture_is_the_published_one() -> None:
     from transformers import Kimi_K25Config
 
-    from tensorferry.stages.adapters.kimi_k25 import Config
+    from tensorferry.stages.adapters.architecture import KimiVision
 
-    config, published = Config(), Kimi_K25Config()
+    config, published = KimiVision(), Kimi_K25Config()
     for ours, name in (
         ("vt_hidden_size", "hidden_size"),
         ("vt_intermediate_size", "intermediate_size"),
@@ -235,10 +235,14 @@ def test_a_checkpoint_of_something_else_is_refused(checkpoint: Path) -> None:
     refused("lacks tensor", name)
     save_file(weights, file)
     for key, value, problem in (
-        ("merge_type", "sd3", "merge_type 'sd3'"),
-        ("vt_hidden_size", "wide", "whole and positive"),
+        ("merge_type", "sd3", "merge_type: Invalid enum value 'sd3'"),
+        ("vt_hidden_size", "wide", "vt_hidden_size: Expected `int`, got `str`, not 'wide'"),
+        ("vt_num_hidden_layers", 0, "vt_num_hidden_layers: Expected `int` >= 1, not 0"),
+        ("projector_ln_eps", 0, "not 0"),
+        ("init_pos_emb_time", -1, "not -1"),
+        ("text_hidden_size", 10**9, "not 1000000000"),
         ("vt_num_attention_heads", 3, "multiple of 4"),
-        ("init_pos_emb_width", 7, "init_pos_emb_height 6"),
+        ("init_pos_emb_width", 7, "init_pos_emb_height: 6"),
         ("merge_kernel_size", [2, 3], "square"),
     ):
         config = {"model_type": "kimi_k25", "vision_config": {**VISION, key: value}}
