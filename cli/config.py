@@ -14,6 +14,7 @@ from tensorferry.pipeline.config import Deployment, load, require_available, res
 from tensorferry.pipeline.migration import Deprecation, Tell
 from tensorferry.stages.adapters.registry import check_model, supports_cuda_vmm_feature_transport
 from tensorferry.stages.engines.registry import check_engine
+from tensorferry.stages.pairing import check_pairs
 from tensorferry.stages.processors.registry import make_processor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +51,7 @@ def load_deployment(
 def _check(deployment: Deployment) -> None:
     check_model(deployment.model)
     check_engine(deployment.scheduler)
+    check_pairs(deployment)
     adapter = deployment.model.adapter
     if deployment.transport == "cuda_vmm" and not supports_cuda_vmm_feature_transport(adapter):
         problem = f"cuda_vmm needs a model that has opted in, and {adapter} has not; use cuda_ipc, shm, cpu or auto"

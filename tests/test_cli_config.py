@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -240,3 +241,77 @@ def test_a_wrong_setting_is_named(run, file, command):
     result = run("config", command, str(file), "--set", "pool.bugdet_mb=512")
     assert result.exit_code == 2
     assert result.stderr == "Error: --set: pool.bugdet_mb: unknown key, given 512; did you mean `budget_mb`?\n"
+
+
+# --- what cannot work together --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "problem"),
+    [
+        ("tokenizer: {processor: kimi-k25}", "tokenizer.processor", "kimi-k25 makes patches row by row, and patch-vit"),
+        ("model: {adapter: kimi-k25}", "tokenizer.processor", "qwen2-vl makes patches block by block, and kimi-k25"),
+        (
+            "model: {adapter: kimi-k25}\ntokenizer: {options: {temporal_patch_size: 1}}",
+            "tokenizer.processor",
+            "choose the one made for the model",
+        ),
+        (
+            "model: {adapter: qwen2.5-vl}\ntokenizer: {options: {patch_size: 32}}",
+            "tokenizer.options",
+            "patches of 6144 numbers, and qwen2.5-vl takes them of 1176",
+        ),
+        ("model: {adapter: qwen3-vl}", "tokenizer.options", "of 1176 numbers, and qwen3-vl takes them of 1536"),
+        ("model: {options: {patch_features: 100}}", "tokenizer.options", "patch-vit takes them of 100"),
+        (
+            "tokenizer: {options: {merge_size: 4}}",
+            "tokenizer.options.merge_size",
+            "4 patches a side become one token, and 2 in patch-vit",
+        ),
+        (
+            "scheduler: {engine: hf-causal, options: {width: 128}}",
+            "scheduler.options",
+            "embeddings of width 128, and patch-vit makes float32 of width 256",
+        ),
+        (
+            "model: {adapter: fingerprint}\nscheduler: {engine: hf-causal, options: {width: 32}}",
+            "scheduler.options",
+            "takes floating-point embeddings of width 32, and fingerprint makes uint8",
+        ),
+        (
+            "scheduler: {engine: hf-causal, options: {path: /nosuch}}",
+            "scheduler.options.path",
+            "/nosuch is not a directory; name one",
+        ),
+    ],
+)
+def test_what_cannot_work_together_is_found_before_anything_starts(run, file, text, key, problem):
+    file.write_text(f"{SOUND}{text}\n")
+    result = run("config", "check", str(file))
+    assert result.exit_code == 2
+    assert f"{key}: " in result.stderr
+    assert problem in result.stderr
+
+
+def test_a_checkpoint_decides_what_fits_it(run, file, tmp_path):
+    model, language = tmp_path / "model", tmp_path / "language"
+    model.mkdir()
+    language.mkdir()
+    vision = {"patch_size": 16, "out_hidden_size": 2048}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": vision}))
+    (language / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 2048}))
+    deployment = (
+        f"{SOUND}model: {{adapter: qwen2.5-vl, path: {model}}}\n"
+        f"scheduler: {{engine: hf-causal, options: {{path: {language}}}}}\n"
+    )
+    file.write_text(deployment)
+    assert "takes them of 1536" in run("config", "check", str(file)).stderr
+    file.write_text(f"{deployment}tokenizer: {{options: {{patch_size: 16}}}}\n")
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "vision_config": vision | {"depth": 31}})
+    )
+    assert "fullatt_block_indexes" in run("config", "check", str(file)).stderr
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": vision}))
+    assert run("config", "check", str(file)).stdout == f"{file}: ok\n"
+    (language / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 1024}))
+    assert "of width 1024, and qwen2.5-vl makes bfloat16 of width 2048" in run("config", "check", str(file)).stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from tensorferry.codecs.errors import BadItem, ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of, view_of
-from tensorferry.pipeline.config import ModelSpec
+from tensorferry.pipeline.config import ModelSpec, load
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
+from tensorferry.stages.processors.registry import make_processor
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
 
@@ -172,9 +174,9 @@ def test_what_is_compiled_takes_items_of_any_size(
 def test_without_a_path_the_architecture_is_the_published_one() -> None:
     from transformers import Kimi_K25Config
 
-    from tensorferry.stages.adapters.kimi_k25 import Config
+    from tensorferry.stages.adapters.architecture import KimiVision
 
-    config, published = Config(), Kimi_K25Config()
+    config, published = KimiVision(), Kimi_K25Config()
     for ours, name in (
         ("vt_hidden_size", "hidden_size"),
         ("vt_intermediate_size", "intermediate_size"),
@@ -187,6 +189,26 @@ def test_without_a_path_the_architecture_is_the_published_one() -> None:
         assert getattr(config, ours) == getattr(published.vision_config, name)
     assert config.projector_ln_eps == published.projection_layer_norm_eps
     assert [tensor.shape for tensor in encode(make(None), ITEMS[:3])] == [(18, 64), (10, 64), (15, 64)]
+
+
+def test_the_deployment_file_needs_only_its_path_set(checkpoint: Path, tmp_path: Path) -> None:
+    """Processor and tower of the file fit each other."""
+    source = Path(__file__).parents[1] / "configs" / "kimi-k25.yaml"
+    text, changed = re.subn(r"^  # path: \S+", f"  path: {checkpoint}", source.read_text(), flags=re.MULTILINE)
+    assert changed == 1
+    (tmp_path / "edited.yaml").write_text(text)
+    deployment = load(tmp_path / "edited.yaml")
+    assert deployment == load(source, [f"model.path={checkpoint}"])
+    processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    assert processor.largest_item_nbytes() < deployment.pool.budget_mb << 20
+    data = (source.parents[1] / "examples" / "images" / "rocket.jpg").read_bytes()
+    plan = processor.plan(data)
+    pixels = View.empty(plan.dtype, plan.shape)
+    digest = processor.write(data, plan, pixels)
+    item = ItemInfo(0, plan.modality, plan.grid, plan.patches, plan.rows, digest)
+    rank = Rank()
+    registry.make_adapter(deployment.model, 1).encode([item], lambda indices: pixels, rank.out)
+    assert rank.outputs[0].shape == (plan.rows, 64)
 
 
 def test_items_that_it_cannot_take_are_named() -> None:
@@ -213,10 +235,14 @@ def test_a_checkpoint_of_something_else_is_refused(checkpoint: Path) -> None:
     refused("lacks tensor", name)
     save_file(weights, file)
     for key, value, problem in (
-        ("merge_type", "sd3", "merge_type 'sd3'"),
-        ("vt_hidden_size", "wide", "whole and positive"),
+        ("merge_type", "sd3", "merge_type: Invalid enum value 'sd3'"),
+        ("vt_hidden_size", "wide", "vt_hidden_size: Expected `int`, got `str`, not 'wide'"),
+        ("vt_num_hidden_layers", 0, "vt_num_hidden_layers: Expected `int` >= 1, not 0"),
+        ("projector_ln_eps", 0, "not 0"),
+        ("init_pos_emb_time", -1, "not -1"),
+        ("text_hidden_size", 10**9, "not 1000000000"),
         ("vt_num_attention_heads", 3, "multiple of 4"),
-        ("init_pos_emb_width", 7, "init_pos_emb_height 6"),
+        ("init_pos_emb_width", 7, "init_pos_emb_height: 6"),
         ("merge_kernel_size", [2, 3], "square"),
     ):
         config = {"model_type": "kimi_k25", "vision_config": {**VISION, key: value}}

@@ -17,8 +17,8 @@ from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors.base import Clip, plan, write
 from tensorferry.stages.processors.image import upright
+from tensorferry.stages.processors.levels import NORMALISATIONS
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
-from tensorferry.stages.processors.qwen2_vl import NORMALISATIONS
 from tensorferry.stages.processors.registry import make_processor
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")

@@ -21,7 +21,8 @@ from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors.base import BadMedia, Plan, Processor
-from tensorferry.stages.processors.qwen2_vl import CLIP_MEAN, CLIP_STD, Qwen2VLProcessor, bfloat16_bits
+from tensorferry.stages.processors.levels import CLIP_MEAN, CLIP_STD, bfloat16_bits
+from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 from tensorferry.stages.processors.registry import BUILT_IN, check_processor, make_processor
 
 ROOT = Path(__file__).parent.parent
@@ -351,7 +352,7 @@ def test_setting_that_does_not_change_the_tensor_does_not_change_the_hash():
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("qwen", {}, r"tokenizer\.processor: unknown: 'qwen'; give one of qwen2-vl"),
+        ("qwen", {}, r"tokenizer\.processor: unknown: 'qwen'; give one of kimi-k25, qwen2-vl"),
         ("qwen2-vl", {"min_pixel": 3136}, r"tokenizer\.options\.min_pixel: unknown option; .*min_pixels"),
         ("qwen2-vl", {"patch_size": 0}, r"tokenizer\.options\.patch_size: .*>= 1"),
         ("qwen2-vl", {"patch_size": "14"}, r"tokenizer\.options\.patch_size: .*int"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,6 +31,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 Grid = tuple[int, int, int]
 FAMILIES = ("qwen2.5-vl", "qwen3-vl")
+MODEL_TYPES = {"qwen2.5-vl": "qwen2_5_vl", "qwen3-vl": "qwen3_vl"}
 FEATURES = {"qwen2.5-vl": 3 * 2 * 14 * 14, "qwen3-vl": 3 * 2 * 16 * 16}
 #: Images wide, high and of one block, one of more than one window, and a video of three temporal patches.
 GRIDS: list[Grid] = [(1, 4, 18), (1, 20, 2), (1, 2, 2), (3, 6, 10), (1, 4, 18)]
@@ -297,7 +300,7 @@ def test_random_weights_for_the_configuration_of_a_checkpoint(saved: tuple[str, 
 def refused(adapter: str, path: Path, *parts: str, **options: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         make(adapter, path, **options)
-    assert caught.value.key in ("model.path", "model.options.tiny")
+    assert caught.value.key in ("model.path", "model.options.tiny", "model")
     assert all(part in caught.value.problem for part in parts), caught.value.problem
 
 
@@ -312,13 +315,71 @@ def test_a_configuration_of_another_model_is_refused(saved: tuple[str, Any, Path
     )
     refused(adapter, folder, "leave one away", tiny=True)
     refused(adapter, tmp_path, str(tmp_path / "config.json"), "No such file")
-    for text, problem in (("{", "truncated"), ('{"model_type": "x"}', "vision_config"), ("[]", "Expected `object`")):
+    for text, problem in (
+        ("{", "truncated"),
+        ('{"model_type": "llama"}', "model_type is 'llama'"),
+        ("{}", "model_type is None"),
+        (json.dumps({"model_type": MODEL_TYPES[adapter]}), "vision_config"),
+        ("[]", "Expected `object`"),
+    ):
         (tmp_path / "config.json").write_text(text)
         refused(adapter, tmp_path, str(tmp_path / "config.json"), problem)
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"]["depth"] = "three"
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(adapter, tmp_path, "config.json", "vision_config", "depth")
+
+
+COMMON = {
+    "hidden_size": [-4, 0, 10**9, "wide", 33, None, 1.5], "num_heads": [0, -1, 7, 10**6], "depth": [0, -3, 10**6],
+    "hidden_act": ["foo", 3, None], "intermediate_size": [0, -48], "out_hidden_size": [0, 10**9], "in_channels": [0],
+    "patch_size": [0, -14, [14, 14], 10**5], "spatial_merge_size": [0, -2], "temporal_patch_size": [0, "2"],
+    "rope_parameters": ["x", {"rope_type": "foo"}, {"rope_theta": 0}],
+}  # fmt: skip
+IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
+    "qwen2.5-vl": COMMON | {"window_size": [0, 27], "fullatt_block_indexes": [[99], [-1], 3, ["a"]]},
+    "qwen3-vl": COMMON
+    | {"num_position_embeddings": [0, -4, 35], "deepstack_visual_indexes": [[99], [-1], [1, 0], [0, 0], 3]},
+}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "key"), [(adapter, key) for adapter, keys in IMPOSSIBLE.items() for key in keys], ids=str
+)
+def test_impossible_values_of_a_configuration_are_named(adapter: str, key: str, tmp_path: Path) -> None:
+    from tensorferry.stages.adapters import qwen2_5_vl, qwen3_vl
+
+    family = {"qwen2.5-vl": qwen2_5_vl.FAMILY, "qwen3-vl": qwen3_vl.FAMILY}[adapter]
+    for value in IMPOSSIBLE[adapter][key]:
+        config = {"model_type": MODEL_TYPES[adapter], "vision_config": {**family.tiny, key: value}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        said = "" if isinstance(value, dict) else str(value)
+        refused(
+            adapter, tmp_path, "config.json: vision_config", key, said, "restore the config.json", random_weights=True
+        )
+
+
+@pytest.mark.parametrize("adapter", FAMILIES)
+def test_keys_that_a_configuration_leaves_away_are_what_transformers_makes_of_them(adapter: str) -> None:
+    from transformers.activations import ACT2FN
+
+    from tensorferry.stages.adapters import architecture, qwen2_5_vl, qwen3_vl
+
+    family = {"qwen2.5-vl": qwen2_5_vl.FAMILY, "qwen3-vl": qwen3_vl.FAMILY}[adapter]
+    theirs = family.tower.config_class().to_dict()
+    ours = msgspec.to_builtins(family.vision())
+    del ours["rope_parameters"]
+    assert {key: theirs[key] for key in ours} == ours | {
+        key: list(value) for key, value in ours.items() if isinstance(value, tuple)
+    }
+    assert set(get_args(architecture.Activation)) <= set(ACT2FN)
+
+
+def test_sizes_that_no_memory_holds_are_refused_before_it_is_asked_for(tmp_path: Path) -> None:
+    vision = {"depth": 256, "hidden_size": 1 << 16, "intermediate_size": 1 << 16, "num_heads": 4}
+    config = {"model_type": "qwen3_vl", "vision_config": {**vision, "deepstack_visual_indexes": []}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused("qwen3-vl", tmp_path, "bytes of weights", "are available", random_weights=True)
 
 
 def test_weights_that_are_not_the_configurations_are_named(saved: tuple[str, Any, Path], tmp_path: Path) -> None:
@@ -328,12 +389,16 @@ def test_weights_that_are_not_the_configurations_are_named(saved: tuple[str, Any
     name = next(name for name in weights if "visual.blocks.1.attn.qkv.weight" in name)
     for problem, changed in (
         ("lacks", {key: tensor for key, tensor in weights.items() if key != name}),
-        ("shape (2, 32)", {**weights, name: weights[name][:2].contiguous()}),
+        ("shape (2, 32), not (96, 32)", {**weights, name: weights[name][:2].contiguous()}),
         ("finite", {**weights, name: weights[name] * math.inf}),
         ("unknown", {**weights, (extra := name.replace("blocks.1", "blocks.9")): weights[name].clone()}),
     ):
         save_file(changed, tmp_path / "model.safetensors")
         refused(adapter, tmp_path, problem, extra if problem == "unknown" else name)
+    lost = name.replace("blocks.1", "blocks.2")
+    changed = {key: tensor for key, tensor in weights.items() if key != lost}
+    save_file({**changed, name: weights[name][:2].contiguous()}, tmp_path / "model.safetensors")
+    refused(adapter, tmp_path, f"lacks tensor {lost}; has tensor {name} of shape (2, 32), not (96, 32)")
     save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     refused(adapter, tmp_path, "lacks tensor", "and ", " more")
 
@@ -348,8 +413,32 @@ def test_a_file_of_a_checkpoint_that_is_not_there_is_named(saved: tuple[str, Any
     refused(adapter, tmp_path, index["weight_map"][name])
     save_file({"other": torch.zeros(1)}, tmp_path / index["weight_map"][name])
     refused(adapter, tmp_path, index["weight_map"][name], "lacks tensor", "which its index promises")
+    for elsewhere in ("../../etc/passwd", "/etc/passwd", "a/../../b", "nosuch.safetensors", "a\0b"):
+        promised = {**index, "weight_map": {**index["weight_map"], name: elsewhere}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(promised))
+        refused(
+            adapter,
+            tmp_path,
+            elsewhere.replace("\0", r"\x00"),
+            *(["only files beside it"] if ".." in elsewhere else []),
+        )
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     refused(adapter, tmp_path, "cannot read", "weight_map")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "a shard"])
+def test_a_fifo_among_a_checkpoint_s_files_is_refused_and_not_waited_for(
+    saved: tuple[str, Any, Path], tmp_path: Path, name: str
+) -> None:
+    adapter, _, folder = saved
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    if name == "a shard":
+        name = next(file.name for file in folder.glob("*.safetensors"))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    refused(adapter, tmp_path, str(tmp_path / name), "not a regular file")
 
 
 def test_without_transformers_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

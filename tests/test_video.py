@@ -25,8 +25,9 @@ from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors import on_gpu
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write
+from tensorferry.stages.processors.levels import CLIP_STD
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
-from tensorferry.stages.processors.qwen2_vl import CLIP_STD, Qwen2VLProcessor
+from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.processors.video import padded, sampled

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.architecture import Vision, read_vision
 from tensorferry.stages.adapters.options import FingerprintOptions, PackedOptions, PatchVitOptions, TowerOptions
-from tensorferry.stages.plugin import bad_config, read_options
+from tensorferry.stages.patches import Patches
+from tensorferry.stages.plugin import read_options
 
 TINY_WIDTH = 64  #: of a tower made with the option `tiny`
 
@@ -18,10 +17,6 @@ TINY_WIDTH = 64  #: of a tower made with the option `tiny`
 class Form(NamedTuple):
     dtype: str
     width: int
-
-
-class _Config(msgspec.Struct):
-    vision_config: dict[str, object]
 
 
 def fingerprint_form(spec: ModelSpec) -> Form:
@@ -34,21 +29,30 @@ def patch_vit_form(spec: ModelSpec) -> Form:
     return Form(options.dtype, options.out_width)
 
 
+def patch_vit_patches(spec: ModelSpec) -> Patches:
+    options = read_options("model.options", "patch-vit", PatchVitOptions, spec.options)
+    return Patches(options.patch_features, 2)
+
+
+def tower_patches(adapter: str, vision: type[Vision], *, blocks: bool = True) -> Callable[[ModelSpec], Patches]:
+    """As `tower_form`. blocks: see `Patches`."""
+
+    def patches(spec: ModelSpec) -> Patches:
+        found = vision() if spec.path is None else read_vision(adapter, vision, spec.path)[0]
+        return Patches(found.features, found.merge, blocks)
+
+    return patches
+
+
 def tower_form(
-    adapter: str, width: int, form: type[PackedOptions] = TowerOptions, key: str = "out_hidden_size"
+    adapter: str, width: int, vision: type[Vision], form: type[PackedOptions] = TowerOptions
 ) -> Callable[[ModelSpec], Form]:
-    """width: without `model.path`; with it, config.json there has it, as `key` of its vision_config, or ConfigError
-    says that it cannot be read."""
+    """width: without `model.path`; with it, config.json there has it, or ConfigError says what is wrong with that."""
 
     def tower(spec: ModelSpec) -> Form:
         options = read_options("model.options", adapter, form, spec.options)
         if spec.path is None:
             return Form(options.dtype, TINY_WIDTH if options.tiny else width)
-        file = Path(spec.path) / "config.json"
-        try:
-            vision = msgspec.json.decode(file.read_bytes(), type=_Config).vision_config
-            return Form(options.dtype, msgspec.convert(vision.get(key), int))
-        except (OSError, msgspec.MsgspecError) as problem:
-            raise bad_config("model.path", f"cannot read {file}: {problem}") from problem
+        return Form(options.dtype, read_vision(adapter, vision, spec.path)[0].width)
 
     return tower

@@ -8,7 +8,6 @@ for the names; of the configuration's keys and figures: `vision_config` in Kimi-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from tensorferry.codecs.errors import BadItem
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.architecture import KimiVision
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.options import PackedOptions
@@ -31,62 +31,12 @@ _EPS = 1e-5  #: of the tower's norms
 _THETA = 10_000.0  #: of the rotary embedding, and of the sines that tell frames apart
 
 
-@dataclass
-class Config:
-    """The keys of `vision_config` that decide the architecture, with Kimi-K2.5's values."""
-
-    vt_hidden_size: int = 1152
-    vt_intermediate_size: int = 4304
-    vt_num_hidden_layers: int = 27
-    vt_num_attention_heads: int = 16
-    patch_size: int = 14
-    merge_kernel_size: Sequence[int] = (2, 2)
-    init_pos_emb_height: int = 64
-    init_pos_emb_width: int = 64
-    init_pos_emb_time: int = 4
-    text_hidden_size: int = 7168
-    projector_ln_eps: float = 1e-5
-    merge_type: str = "sd2_tpool"
-    mm_projector_type: str = "patchmerger"
-    pos_emb_type: str = "divided_fixed"
-    video_attn_type: str = "spatial_temporal"
-
-    in_channels = 3
-    temporal_patch_size = 1
-
-    def __post_init__(self) -> None:
-        whole = (self.vt_hidden_size, self.vt_intermediate_size, self.vt_num_hidden_layers, self.vt_num_attention_heads)
-        if not all(isinstance(value, int) and value > 0 for value in (*whole, self.patch_size, self.text_hidden_size)):
-            raise ValueError(f"sizes and counts must be whole and positive: {self}")
-        if self.vt_hidden_size % (4 * self.vt_num_attention_heads):
-            raise ValueError(f"vt_hidden_size {self.vt_hidden_size} must be a multiple of 4 x vt_num_attention_heads")
-        if len(self.merge_kernel_size) != 2 or len(set(self.merge_kernel_size)) != 1:
-            raise ValueError(f"merge_kernel_size {self.merge_kernel_size}: blocks must be square")
-        if self.init_pos_emb_height != self.init_pos_emb_width:
-            raise ValueError(f"init_pos_emb_height {self.init_pos_emb_height} must be init_pos_emb_width")
-        for key in ("merge_type", "mm_projector_type", "pos_emb_type", "video_attn_type"):
-            if (value := getattr(self, key)) != (known := type(self).__dataclass_fields__[key].default):
-                raise ValueError(f"{key} {value!r}: only {known!r} is known")
-
-    @property
-    def hidden_size(self) -> int:
-        return self.vt_hidden_size
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.vt_num_attention_heads
-
-    @property
-    def spatial_merge_size(self) -> int:
-        return int(self.merge_kernel_size[0])
-
-
 class Model(nn.Module):
     """The tensors, by their names in a checkpoint."""
 
-    config_class = Config
+    config_class = KimiVision
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: KimiVision) -> None:
         super().__init__()
         self.config = config
         wide, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
@@ -106,7 +56,7 @@ class Model(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: KimiVision) -> None:
         super().__init__()
         wide, inner = config.hidden_size, config.vt_intermediate_size
         self.heads = config.num_attention_heads
@@ -116,7 +66,7 @@ class _Layer(nn.Module):
         self.mlp.fc0, self.mlp.fc1 = nn.Linear(wide, inner), nn.Linear(inner, wide)
 
 
-def _settle(model: Any, config: Config) -> None:
+def _settle(model: Any, config: KimiVision) -> None:
     """Put what turns together a half of a head apart, as `rotary` has it: in a checkpoint it stands side by side."""
     heads, wide = config.num_attention_heads, config.hidden_size
     order = torch.arange(wide).view(heads, -1, 2).transpose(1, 2).flatten()
@@ -185,7 +135,7 @@ def _run(
 
 FAMILY = Family(
     adapter="kimi-k25",
-    model_types=("kimi_k25",),
+    vision=KimiVision,
     tower=Model,
     architecture={},
     tiny={

@@ -11,6 +11,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.architecture import Qwen25Vision
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.packed import Block, Packing
@@ -67,7 +68,7 @@ def _run(
 
 FAMILY = Family(
     adapter="qwen2.5-vl",
-    model_types=("qwen2_5_vl",),
+    vision=Qwen25Vision,
     tower=Qwen2_5_VisionTransformerPretrainedModel,
     # Of Qwen2.5-VL-7B's config.json; the rest of its vision_config is Qwen2_5_VLVisionConfig's defaults: 32 layers,
     # windows of 112 pixels, whole frames in layers 7, 15, 23 and 31. 3B and 72B have another out_hidden_size.

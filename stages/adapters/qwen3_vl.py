@@ -15,6 +15,7 @@ from transformers.vision_utils import (
 )
 
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.architecture import Qwen3Vision
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.packed import Block, Packing
@@ -84,7 +85,7 @@ def _outputs(result: Any) -> dict[str, torch.Tensor]:
 
 FAMILY = Family(
     adapter="qwen3-vl",
-    model_types=("qwen3_vl", "qwen3_vl_moe"),  # their towers are the same
+    vision=Qwen3Vision,
     tower=Qwen3VLVisionModel,
     # Of Qwen3-VL-8B's config.json; the rest of its vision_config is Qwen3VLVisionConfig's defaults: 27 layers, 1152
     # wide, deepstack of layers 8, 16 and 24. Smaller models have fewer and narrower layers.

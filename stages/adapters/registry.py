@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorferry.pipeline.config import ModelSpec, Spec
+from tensorferry.stages.adapters.architecture import KimiVision, Qwen3Vision, Qwen25Vision
 from tensorferry.stages.adapters.base import ModelAdapter, WarmsUp
-from tensorferry.stages.adapters.forms import Form, fingerprint_form, patch_vit_form, tower_form
+from tensorferry.stages.adapters.forms import (
+    Form,
+    fingerprint_form,
+    patch_vit_form,
+    patch_vit_patches,
+    tower_form,
+    tower_patches,
+)
 from tensorferry.stages.adapters.options import (
     FingerprintOptions,
     PackedOptions,
@@ -16,6 +24,7 @@ from tensorferry.stages.adapters.options import (
     TextOnlyOptions,
     TowerOptions,
 )
+from tensorferry.stages.patches import Patches
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
 
 
@@ -29,6 +38,7 @@ class BuiltIn:
     multimodal: bool = True
     needs: str | None = None  #: a package that the extra `hf` installs
     form: Callable[[ModelSpec], Form] | None = None  #: of its embeddings
+    patches: Callable[[ModelSpec], Patches] | None = None  #: that it takes; None: any
 
 
 BUILT_IN = {
@@ -40,22 +50,31 @@ BUILT_IN = {
         PackedOptions,
         True,
         needs="transformers",
-        form=tower_form("kimi-k25", 7168, PackedOptions, "text_hidden_size"),
+        form=tower_form("kimi-k25", 7168, KimiVision, PackedOptions),
+        patches=tower_patches("kimi-k25", KimiVision, blocks=False),
     ),
-    "patch-vit": BuiltIn("tensorferry.stages.adapters.patch_vit:PatchVit", PatchVitOptions, True, form=patch_vit_form),
+    "patch-vit": BuiltIn(
+        "tensorferry.stages.adapters.patch_vit:PatchVit",
+        PatchVitOptions,
+        True,
+        form=patch_vit_form,
+        patches=patch_vit_patches,
+    ),
     "qwen2.5-vl": BuiltIn(
         "tensorferry.stages.adapters.qwen2_5_vl:Qwen25VL",
         TowerOptions,
         False,
         needs="transformers",
-        form=tower_form("qwen2.5-vl", 3584),
+        form=tower_form("qwen2.5-vl", 3584, Qwen25Vision),
+        patches=tower_patches("qwen2.5-vl", Qwen25Vision),
     ),
     "qwen3-vl": BuiltIn(
         "tensorferry.stages.adapters.qwen3_vl:Qwen3VL",
         TowerOptions,
         True,
         needs="transformers",
-        form=tower_form("qwen3-vl", 4096),
+        form=tower_form("qwen3-vl", 4096, Qwen3Vision),
+        patches=tower_patches("qwen3-vl", Qwen3Vision),
     ),
     "text-only": BuiltIn("tensorferry.stages.adapters.text_only:TextOnly", TextOnlyOptions, False, multimodal=False),
 }
@@ -94,6 +113,13 @@ def embedding_form(spec: ModelSpec) -> Form | None:
     check_model(spec)
     built_in = BUILT_IN.get(spec.adapter)
     return None if built_in is None or built_in.form is None else built_in.form(spec)
+
+
+def patches_taken(spec: ModelSpec) -> Patches | None:
+    """What patches the model takes, without an import; None: not known (a plug-in), or any. Raises ConfigError."""
+    check_model(spec)
+    built_in = BUILT_IN.get(spec.adapter)
+    return None if built_in is None or built_in.patches is None else built_in.patches(spec)
 
 
 def takes_media(name: str) -> bool:

@@ -10,13 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 import torch
 
 from tensorferry.codecs.errors import BadItem, BadTensor
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import ModelSpec
+from tensorferry.stages.adapters.architecture import Vision, read_vision
 from tensorferry.stages.adapters.attention import takes_unequal
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.grids import check_grid
@@ -29,7 +29,6 @@ from tensorferry.stages.weights import read_weights, seeded_weights
 
 log = structlog.get_logger()
 
-CONFIG = "config.json"  #: of a checkpoint directory
 #: What stands before a vision weight's name, in checkpoints of Qwen3-VL and in those of Qwen2.5-VL.
 QWEN_PREFIXES = ("model.visual.", "visual.")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,7 +43,7 @@ class Family:
     """What one family of models differs in from the others."""
 
     adapter: str  #: its name in a deployment file
-    model_types: Sequence[str]  #: what `model_type` in a checkpoint's config.json may be
+    vision: type[Vision]  #: what its configuration may say
     tower: Any  #: transformers' class; `forward(pixels, grid_thw, **tables)`
     architecture: Mapping[str, Any]  #: the fields of its vision configuration that differ from the class's defaults
     tiny: Mapping[str, Any]  #: and those of one for tests
@@ -72,10 +71,17 @@ class Tower:
         self._options = read_options("model.options", family.adapter, family.options, spec.options)
         self._family = family
         torch.set_num_threads(threads)
-        config = family.tower.config_class(**_fields(family, spec, self._options))
-        config._attn_implementation = "sdpa"
-        with torch.device("meta"):
-            model = family.tower(config).eval()
+        fields = _fields(family, spec, self._options)
+        try:
+            config = family.tower.config_class(**fields)
+            config._attn_implementation = "sdpa"
+            with torch.device("meta"):
+                model = family.tower(config).eval()
+        except Exception as problem:  # transformers' own checks raise classes of their own
+            reason = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+            raise bad_config(
+                "model.path", f"{spec.path}: no tower can be made of its vision_config: {reason}"
+            ) from problem
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         if spec.path is None or self._options.random_weights:
             weights = seeded_weights(shapes, spec.seed)
@@ -241,31 +247,10 @@ def make_rotary(model: Any, config: Any) -> None:
     model.rotary_pos_emb = type(model.rotary_pos_emb)(config)
 
 
-class _Config(msgspec.Struct):
-    """What is read of a checkpoint's config.json."""
-
-    model_type: str
-    vision_config: dict[str, Any]
-
-
 def _fields(family: Family, spec: ModelSpec, options: PackedOptions) -> Mapping[str, Any]:
-    """The tower's configuration: the checkpoint's, or the family's own."""
+    """The tower's configuration: the checkpoint's, checked, or the family's own."""
     if spec.path is None:
         return family.tiny if options.tiny else family.architecture
     if options.tiny:
         raise bad_config("model.options.tiny", f"the configuration is that of model.path, {spec.path}; leave one away")
-    file = Path(spec.path) / CONFIG
-    try:
-        config = msgspec.json.decode(file.read_bytes(), type=_Config)
-    except (OSError, msgspec.MsgspecError) as problem:
-        raise bad_config("model.path", f"cannot read {file}: {problem}") from problem
-    if config.model_type not in family.model_types:
-        wanted = ", ".join(family.model_types)
-        raise bad_config("model.path", f"{file}: model_type is {config.model_type!r}; {family.adapter} takes {wanted}")
-    known = family.tower.config_class.__annotations__
-    fields = {key: value for key, value in config.vision_config.items() if key in known}
-    try:
-        family.tower.config_class(**fields)
-    except Exception as problem:  # transformers' own checks raise classes of their own
-        raise bad_config("model.path", f"{file}: vision_config: {' '.join(str(problem).split())}") from problem
-    return fields
+    return read_vision(family.adapter, family.vision, spec.path)[1]

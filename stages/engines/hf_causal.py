@@ -105,7 +105,10 @@ def _model(options: HfCausalOptions) -> Any:
     dtype = _DTYPES[options.dtype]
     if options.path is not None:
         if not Path(options.path).is_dir():  # transformers would look for it on the network
-            raise bad_config("scheduler.options.path", f"{options.path} is not a directory")
+            raise bad_config(
+                "scheduler.options.path",
+                f"{options.path} is not a directory; name one with config.json and safetensors",
+            )
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 options.path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
@@ -125,7 +128,9 @@ def _model(options: HfCausalOptions) -> Any:
     )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).eval()
-    weights = seeded_weights({name: tuple(t.shape) for name, t in model.state_dict().items()}, options.seed)
+    weights = seeded_weights(
+        {name: tuple(t.shape) for name, t in model.state_dict().items()}, options.seed, "scheduler.options"
+    )
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
     return model

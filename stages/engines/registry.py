@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from tensorferry.pipeline.config import SchedulerSpec, Spec
+from tensorferry.stages.checkpoint import read_config
 from tensorferry.stages.engines.base import Engine
 from tensorferry.stages.engines.discard import DiscardOptions
 from tensorferry.stages.engines.options import HfCausalOptions
@@ -34,6 +37,23 @@ def check_engine(spec: SchedulerSpec) -> None:
     check_reference("scheduler.engine", spec.engine, BUILT_IN)
     if spec.engine in BUILT_IN:
         read_options("scheduler.options", spec.engine, BUILT_IN[spec.engine].options, spec.options)
+    embedding_width(spec)
+
+
+def embedding_width(spec: SchedulerSpec) -> int | None:
+    """How wide the embeddings are that an engine takes, without an import; None: not known (a plug-in), or any.
+
+    Raises ConfigError naming `scheduler.options.path` where that is no directory with a config.json."""
+    if spec.engine != "hf-causal":
+        return None
+    options = read_options("scheduler.options", spec.engine, HfCausalOptions, spec.options)
+    if options.path is None:
+        return options.width
+    key = "scheduler.options.path"
+    if not os.path.isdir(options.path):
+        raise bad_config(key, f"{options.path} is not a directory; name one with config.json and safetensors")
+    width = read_config(key, Path(options.path)).get("hidden_size")
+    return width if isinstance(width, int) else None  # models that call it otherwise are left to transformers
 
 
 def make_engine(spec: SchedulerSpec) -> Engine:

@@ -1,4 +1,4 @@
-"""The pixels of the Qwen2-VL processor, resized, normalised and cut into patches by the GPU that they are for.
+"""The pixels of the built-in processors, resized, normalised and cut into patches by the GPU that they are for.
 
 Nothing here waits for the GPU: the decoded picture goes up through page-locked memory, and all work is queued on the
 current stream of the thread. (Source of the arithmetic: transformers, Qwen2VLImageProcessorFast, which also resizes by
@@ -29,11 +29,15 @@ def write_patches(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     into: slice = slice(None),
+    *,
+    canvas: tuple[int, int] | None = None,
 ) -> None:
     """Write a decoded picture, (height, width, 3), into `out`, (patches, 3 * frames * patch * patch), in GPU memory.
 
-    size: the (width, height) to resize to, multiples of patch * merge. mean, std: of each channel, white being 1. into:
-    which frames of the patches it is. The order is `Qwen2VLProcessor`'s.
+    size: the (width, height) to resize to, multiples of patch * merge unless there is a canvas. mean, std: of each
+    channel, white being 1. into: which frames of the patches it is. canvas: the (width, height) that is cut into
+    patches, black to the right of the resized picture and below it. The order is `Qwen2VLProcessor`'s, and with a merge
+    of 1 raster order.
     """
     height, width, channels = pixels.shape
     device = out.data.device
@@ -42,6 +46,9 @@ def write_patches(
         image = flat.view(height, width, channels).permute(2, 0, 1).unsqueeze(0).float()
         if (width, height) != size:
             image = functional.interpolate(image, (size[1], size[0]), mode="bicubic", antialias=True)
+        if canvas is not None:
+            image = functional.pad(image, (0, canvas[0] - size[0], 0, canvas[1] - size[1]))
+            size = canvas
         shares = image[0].round_().clamp_(0, 255) * (1 / 255)
         normal = (shares - _column(mean, device)) / _column(std, device)
         down, across = size[1] // (patch * merge), size[0] // (patch * merge)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tensorferry.pipeline.config import Spec
+from tensorferry.stages.patches import Patches
 
 Extent = Annotated[int, Meta(ge=1, le=256)]
 Frames = Annotated[int, Meta(ge=1, le=4096)]
@@ -55,3 +56,28 @@ class Qwen2VLOptions(Spec, frozen=True):
                 f"no whole number of tokens, of {token_pixels} pixels each (patch_size x merge_size squared), "
                 f"lies between min_pixels {self.min_pixels} and max_pixels {self.max_pixels}"
             )
+
+    @property
+    def patches(self) -> Patches:
+        """How an image is cut up."""
+        return Patches(3 * self.temporal_patch_size * self.patch_size**2, self.merge_size)
+
+
+KIMI_PATCH = 14  #: pixels of a patch's side, of Kimi-K2.5; and
+KIMI_MERGE = 2  #: patches of a side that become one token
+
+
+class KimiK25Options(Spec, frozen=True):
+    """Defaults are those of transformers' Kimi_K25ImageProcessor; a test compares them."""
+
+    max_patches: Annotated[int, Meta(ge=KIMI_MERGE**2, le=1 << 24)] = 16_384  #: larger images are reduced
+    max_side_patches: Annotated[int, Meta(ge=KIMI_MERGE, le=1 << 16)] = 512  #: of one side; an even number
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.max_side_patches % KIMI_MERGE:
+            raise ValueError(f"max_side_patches {self.max_side_patches} must be a multiple of {KIMI_MERGE}")
+
+    @property
+    def patches(self) -> Patches:
+        return Patches(3 * KIMI_PATCH**2, KIMI_MERGE, blocks=False)

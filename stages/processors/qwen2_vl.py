@@ -22,15 +22,10 @@ from tensorferry.stages.plugin import read_options
 from tensorferry.stages.processors.base import BadMedia, Plan, Video
 from tensorferry.stages.processors.footage import Footage, footage_of
 from tensorferry.stages.processors.image import header, upright
+from tensorferry.stages.processors.levels import CHANNELS, NORMALISATIONS, levels_of
 from tensorferry.stages.processors.options import Qwen2VLOptions
 from tensorferry.stages.processors.video import RULES, padded, resized_together, sampled
 
-#: Mean and standard deviation of red, green and blue over CLIP's training set (openai/CLIP, clip.py).
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-CHANNELS = len(CLIP_MEAN)
-#: What a share of white becomes: (mean, deviation) of red, green and blue, by the name of the option.
-NORMALISATIONS = {"clip": (CLIP_MEAN, CLIP_STD), "half": ((0.5,) * CHANNELS, (0.5,) * CHANNELS)}
 #: The longer side over the shorter, at most; Qwen2-VL refuses more.
 MAX_ASPECT = 200
 
@@ -51,7 +46,7 @@ class Qwen2VLProcessor:
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
         self.factor = patch * merge  #: pixels of a token's side
         self.features = CHANNELS * frames * patch**2
-        self._levels = _levels(self.options.dtype, self.options.normalisation)
+        self._levels = levels_of(self.options.dtype, self.options.normalisation)
         self._settings = f"qwen2-vl 2 {self.options.normalisation} {self.options.dtype} {patch} {merge} {frames}"
 
     def plan(self, data: bytes | memoryview) -> Plan:
@@ -223,24 +218,6 @@ def _check_aspect(width: int, height: int) -> None:
     aspect = max(width, height) / min(width, height)
     if aspect > MAX_ASPECT:
         raise BadMedia(f"{width}x{height} is {aspect:.1f}:1; the limit of the aspect ratio is {MAX_ASPECT}:1")
-
-
-def _levels(dtype: str, normalisation: str) -> npt.NDArray[np.float32 | np.uint16]:
-    """What each of the 256 levels of each channel becomes: (3, 256) of float32, or of bfloat16's bits.
-
-    The arithmetic is in the order and precision of transformers: level times 1/255 in float64, rounded to
-    float32; minus the mean and by the deviation in float32.
-    """
-    scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
-    mean, std = (np.array(values, np.float32)[:, np.newaxis] for values in NORMALISATIONS[normalisation])
-    levels = (scaled - mean) / std
-    return levels if dtype == "float32" else bfloat16_bits(levels)
-
-
-def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Finite float32 values rounded to bfloat16, half to even, as bits; numpy has no such type."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def _sides(count: int, aspect: float) -> tuple[int, int] | None:

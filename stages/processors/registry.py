@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tensorferry.pipeline.config import LimitsSpec, Spec
+import msgspec
+
+from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.stages.patches import Patches
 from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
 from tensorferry.stages.processors.base import Processor
-from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
+from tensorferry.stages.processors.options import QWEN3_VL, KimiK25Options, Qwen2VLOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +19,14 @@ class BuiltIn:
     """What is known of a processor without importing it."""
 
     reference: str
-    options: type[Spec]
+    options: type[Qwen2VLOptions | KimiK25Options]
     preset: Mapping[str, object] = field(default_factory=dict)  #: defaults that differ from those of `options`
 
 
 BUILT_IN = {
     "qwen2-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions),
     "qwen3-vl": BuiltIn("tensorferry.stages.processors.qwen2_vl:Qwen2VLProcessor", Qwen2VLOptions, QWEN3_VL),
+    "kimi-k25": BuiltIn("tensorferry.stages.processors.kimi_k25:KimiK25Processor", KimiK25Options),
 }
 
 
@@ -34,6 +38,16 @@ def check_processor(name: str, options: Mapping[str, object]) -> None:
     check_reference("tokenizer.processor", name, BUILT_IN)
     if name in BUILT_IN:
         read_options("tokenizer.options", name, BUILT_IN[name].options, {**BUILT_IN[name].preset, **options})
+
+
+def patches_made(name: str, options: Mapping[str, object]) -> Patches | None:
+    """How a processor cuts an image up, without an import; None: not known (a plug-in). Raises ConfigError."""
+    check_processor(name, options)
+    if name not in BUILT_IN:
+        return None
+    built_in = BUILT_IN[name]
+    chosen: Qwen2VLOptions | KimiK25Options = msgspec.convert({**built_in.preset, **options}, built_in.options)
+    return chosen.patches
 
 
 def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec) -> Processor:

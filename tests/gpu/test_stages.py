@@ -27,7 +27,8 @@ from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.base import Clip
-from tensorferry.stages.processors.qwen2_vl import CLIP_STD, Qwen2VLProcessor
+from tensorferry.stages.processors.levels import CLIP_STD
+from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 START_S = 90.0

@@ -1,0 +1,33 @@
+"""Whether processor, model and engine of a deployment can work together; of plug-ins that is not known."""
+
+from __future__ import annotations
+
+from tensorferry.pipeline.config import Deployment
+from tensorferry.stages.adapters.registry import embedding_form, patches_taken
+from tensorferry.stages.engines.registry import embedding_width
+from tensorferry.stages.plugin import bad_config
+from tensorferry.stages.processors.registry import patches_made
+
+
+def check_pairs(deployment: Deployment) -> None:
+    """Raise ConfigError, naming key, both sides and the remedy, for a pair that would fail each request with media."""
+    model, tokenizer, scheduler = deployment.model, deployment.tokenizer, deployment.scheduler
+    made, taken = patches_made(tokenizer.processor, tokenizer.options), patches_taken(model)
+    if made is not None and taken is not None and made != taken:
+        makes = f"{tokenizer.processor} makes patches of {made.features} numbers"
+        takes = f"{model.adapter} takes them of {taken.features}"
+        if made.blocks != taken.blocks:
+            ways = "row by row", "block by block"
+            problem = f"{tokenizer.processor} makes patches {ways[made.blocks]}, and {model.adapter} takes them"
+            raise bad_config(
+                "tokenizer.processor", f"{problem} {ways[taken.blocks]}; choose the one made for the model"
+            )
+        if made.features != taken.features:
+            raise bad_config("tokenizer.options", f"{makes}, and {takes}; make patch_size and the model's agree")
+        problem = f"{made.merge} patches a side become one token, and {taken.merge} in {model.adapter}"
+        raise bad_config("tokenizer.options.merge_size", f"{problem}; make them equal")
+    form, width = embedding_form(model), embedding_width(scheduler)
+    if form is not None and width is not None and (form.width != width or "float" not in form.dtype):
+        problem = f"{scheduler.engine} takes floating-point embeddings of width {width}"
+        found = f"{model.adapter} makes {form.dtype} of width {form.width}"
+        raise bad_config("scheduler.options", f"{problem}, and {found}; choose a model and an engine of one width")
