@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
 from tensorferry.pipeline.replay.copies import convert, cut
 from tensorferry.pipeline.replay.description import Arrivals, Description, Spread, describe
@@ -70,7 +71,7 @@ def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: i
 
 @command.command("convert")
 @trace_argument
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=OutFile())
 @reading_options
 @window_options
 @_share_option
@@ -96,7 +97,7 @@ def convert_command(
 
 @command.command("cut")
 @trace_argument
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=OutFile())
 @reading_options
 @window_options
 @_share_option
