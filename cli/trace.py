@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
+from tensorferry.cli.values import Real
 from tensorferry.pipeline.replay.copies import convert, cut
 from tensorferry.pipeline.replay.description import Arrivals, Description, Spread, describe
 from tensorferry.pipeline.replay.formats.lengths import Keys
@@ -36,7 +37,7 @@ def command() -> None:
 def _share_option(function: _Command) -> _Command:
     return click.option(
         "--share",
-        type=click.FloatRange(min=0, max=1, min_open=True),
+        type=Real(0, 1, min_open=True),
         default=1.0,
         show_default=True,
         help="Keep so much of the conversations, each whole; chosen by --seed.",
