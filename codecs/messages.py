@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 PROTOCOL_VERSION = 1
+MAX_OUTPUT_TOKENS = 1 << 20  #: of one request
 MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
 MOST_TOLD = 4096  #: leases or chunks in one message about a pool
 
@@ -260,7 +261,7 @@ class Submit(Wire, frozen=True, tag=30):
     request: RequestId
     attempt: Index
     parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=4096)]
-    output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
+    output_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
     deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)]  #: from receipt; afterwards the request fails
 
 
