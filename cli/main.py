@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "Say which pool.budget_mb a TRACE needs, without running it.",
     "trace": "Describe, convert and cut recorded traces.",
     "up": "Run a whole deployment under supervision.",
+    "top": "Watch a running deployment: rates, pools, fallbacks.",
     "start": "Run one stage process of a deployment.",
     "submit": "Send one request to a running deployment.",
     "doctor": "Say which transports would work here, and why others would not.",

@@ -35,6 +35,8 @@ from tensorferry.pipeline.sockets import Context
 log = structlog.get_logger()
 
 RECYCLE_PERIOD_S = PoolSpec().recycle_s  #: unless the deployment file says otherwise
+#: Counters that heartbeats tell too, for whoever watches a deployment without Prometheus.
+TOLD = ("requests_ok", "requests_failed", "requests_busy")
 ATTACH_S = 10.0  #: for a peer's pool to be mapped
 UPKEEP_S = 1.0  #: between two looks at what peers' elastic pools have retired, at most
 FLUSH_S = 1.0  #: for a peer to take our last messages
@@ -120,6 +122,7 @@ class Stage:
     def gauges(self) -> tuple[wire.Gauge, ...]:
         """What this process says of itself in its heartbeats."""
         numbers: dict[str, float] = {f"drafts_{how}": count for how, count in self.publisher.drafts.items()}
+        numbers["in_flight"] = self.in_flight()
         numbers["proxies_stale"] = self.reader.stale
         numbers["peers_quarantined"] = sum(peer.state == "quarantined" for peer in self.peers)
         if self.publisher.pool is not None:
@@ -128,6 +131,7 @@ class Stage:
         numbers |= self.numbers()
         for name, value in numbers.items():
             self.counters.gauge(name, value)
+        numbers |= {name: self.counters.value(name) for name in TOLD}
         return tuple(wire.Gauge(name, value) for name, value in numbers.items())
 
 

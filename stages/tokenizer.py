@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -25,6 +26,7 @@ from tensorferry.codecs.errors import (
 )
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft, Layout
+from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
@@ -37,6 +39,7 @@ from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner, Prompt
+from tensorferry.stages.recorder import Recorder
 from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
@@ -58,9 +61,10 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         "pool.budget_mb",
     )
     processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
     planner = Planner(
         processor,
-        TextEncoder.from_file(deployment.tokenizer.vocabulary),
+        text,
         deployment.limits,
         embedding_form(deployment.model),
     )
@@ -68,7 +72,13 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         door = FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)
         stage.channels.callback(door.close, LINGER_S)
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
-        tokenizer = Tokenizer(stage, door, threads, processor, planner)
+        recorder = None
+        if deployment.telemetry.record is not None:
+            record = Path(deployment.telemetry.record)
+            media = traffic.media_folder(record) if deployment.telemetry.record_media else None
+            recorder = Recorder(traffic.part_of(record, rank), media, text, deployment.limits, stage.counters)
+            stage.channels.callback(recorder.close)
+        tokenizer = Tokenizer(stage, door, threads, processor, planner, recorder)
         with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.tell_clients()):
             await stage.peers.wait_ready()
             stop.announce_ready()
@@ -99,10 +109,16 @@ class Tokenizer:
     """See the module. `serve` is one request from acceptance to outcome."""
 
     def __init__(
-        self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, planner: Planner
+        self,
+        stage: Stage,
+        door: FrontDoor,
+        threads: ThreadPoolExecutor,
+        processor: Processor,
+        planner: Planner,
+        recorder: Recorder | None = None,
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
-        self._processor, self._planner = processor, planner
+        self._processor, self._planner, self._recorder = processor, planner, recorder
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._over = Tombstones()
@@ -162,6 +178,8 @@ class Tokenizer:
             return
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
+        elif self._recorder is not None:
+            self._recorder.take(submit, frames)
         reason = ""
         if self._draining:
             reason = "the deployment is draining"
