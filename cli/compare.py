@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.pipeline.replay.comparison import METRICS, Comparison, Group, compare, find_runs, grouped
 from tensorferry.pipeline.replay.html import charts
@@ -23,7 +24,7 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with plots too.")
+@click.option("--html", type=OutFile(), help="Write a page with plots too.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(folders: tuple[Path, ...], html: Path | None, seed: int, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """The `tensorferry` command: finds the subcommand, and turns what went wrong into a sentence and an exit status.
 
-Exit status: 0 done, 2 wrong usage or deployment file, 1 anything else a user can be told about; a command may
-have more of its own. A bug keeps its traceback.
+Exit status: 0 done, 2 wrong usage, deployment file or place for a file, 1 anything else a user can be told about; a
+command may have more of its own. A bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 import click
 
 from tensorferry import __version__
-from tensorferry.codecs.errors import ConfigError, FerryError
+from tensorferry.codecs.errors import ConfigError, FerryError, OutputError
 
 #: The subcommands in the order of their use, each a module of this package that has a `command`. The sentence
 #: stands here so that `--help` need not import them all.
@@ -27,6 +27,7 @@ COMMANDS = {
     "up": "Run a whole deployment under supervision.",
     "status": "Say who of a running deployment is ready, and who is not.",
     "down": "Drain and stop a running deployment.",
+    "top": "Watch a running deployment: rates, pools, fallbacks.",
     "start": "Run one stage process of a deployment.",
     "submit": "Send one request to a running deployment.",
     "doctor": "Say which transports would work here, and why others would not.",
@@ -41,8 +42,8 @@ class Refusal(click.ClickException):
         super().__init__("\n".join(dict.fromkeys(map(str, problems))))
 
 
-class ConfigRefusal(Refusal):
-    """Among them one that the user's deployment file is to blame for."""
+class UsageRefusal(Refusal):
+    """Among them one that the user's deployment file, or the place named for a file, is to blame for."""
 
     exit_code = 2
 
@@ -61,8 +62,8 @@ def friendly_errors() -> Iterator[None]:
 
 
 def _refusal(*problems: Exception) -> Refusal:
-    blamed = any(isinstance(problem, ConfigError) for problem in problems)
-    return (ConfigRefusal if blamed else Refusal)(*problems)
+    blamed = any(isinstance(problem, ConfigError | OutputError) for problem in problems)
+    return (UsageRefusal if blamed else Refusal)(*problems)
 
 
 def _leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:

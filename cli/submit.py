@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorferry.cli.config import load_deployment, set_option
-from tensorferry.codecs.messages import Busy, Failed, Result
+from tensorferry.cli.values import InFile, Real, Words
+from tensorferry.codecs.errors import BadRequest
+from tensorferry.codecs.messages import MAX_OUTPUT_TOKENS, Busy, Failed, Result
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.parts import Image, Part, Video
 
 NOT_SERVED = 3
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 #: An option that adds to the prompt -> what is sent for its value.
 PARTS: dict[str, Callable[[Any], Part]] = {"text": str, "image": Image, "video": Video}
 
@@ -38,11 +39,11 @@ class InOrder(click.Command):
 @click.command(cls=InOrder)
 @click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
 @set_option
-@click.option("--image", multiple=True, type=FILE)
-@click.option("--video", multiple=True, type=FILE, help="An animated file.")
-@click.option("--text", multiple=True)
-@click.option("--output-tokens", type=click.IntRange(min=0), default=16, show_default=True)
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True)
+@click.option("--image", multiple=True, type=InFile())
+@click.option("--video", multiple=True, type=InFile(), help="An animated file.")
+@click.option("--text", multiple=True, type=Words())
+@click.option("--output-tokens", type=click.IntRange(0, MAX_OUTPUT_TOKENS), default=16, show_default=True)
+@click.option("--timeout", "timeout_s", type=Real(0.001, 1e6), default=30.0, show_default=True)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -62,7 +63,11 @@ def command(
     parts = [PARTS[name](next(given[name])) for name in ctx.meta["parts"]]
     if not parts:
         raise click.UsageError("nothing to send: give at least one --image, --video or --text")
-    outcome = asyncio.run(_submit(load_deployment(file, settings), parts, output_tokens, timeout_s))
+    deployment = load_deployment(file, settings)
+    try:
+        outcome = asyncio.run(_submit(deployment, parts, output_tokens, timeout_s))
+    except BadRequest as problem:  # what was given: a file that is too large, say
+        raise click.UsageError(str(problem), ctx) from None
     console = Console()
     match outcome:
         case Result():

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
+from tensorferry.cli.values import Real
 from tensorferry.pipeline.replay.copies import convert, cut
 from tensorferry.pipeline.replay.description import Arrivals, Description, Spread, describe
 from tensorferry.pipeline.replay.formats.lengths import Keys
@@ -35,7 +37,7 @@ def command() -> None:
 def _share_option(function: _Command) -> _Command:
     return click.option(
         "--share",
-        type=click.FloatRange(min=0, max=1, min_open=True),
+        type=Real(0, 1, min_open=True),
         default=1.0,
         show_default=True,
         help="Keep so much of the conversations, each whole; chosen by --seed.",
@@ -70,7 +72,7 @@ def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: i
 
 @command.command("convert")
 @trace_argument
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=OutFile())
 @reading_options
 @window_options
 @_share_option
@@ -96,7 +98,7 @@ def convert_command(
 
 @command.command("cut")
 @trace_argument
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=OutFile())
 @reading_options
 @window_options
 @_share_option

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.formats.lengths import Keys, keys_of
 from tensorferry.pipeline.replay.recording import Recording
@@ -36,7 +37,7 @@ def reading_options(command: _Command) -> _Command:
     options = (
         click.option(
             "--rate",
-            type=click.FloatRange(min=0, min_open=True),
+            type=Real(1e-6, 1e9),
             help="Requests a second, evenly, for a trace that has no times.",
         ),
         click.option(

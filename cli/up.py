@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -16,13 +17,23 @@ from tensorferry.pipeline.supervisor import CANCEL_S, KILL_S, Supervisor
 @click.command()
 @click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
 @set_option
+@click.option(
+    "--record", type=click.Path(dir_okay=False, path_type=Path), help="Write the live traffic to this file, as a trace."
+)
+@click.option("--record-media", is_flag=True, help="With words and images as they are; else only their sizes.")
 @click.pass_context
-def command(ctx: click.Context, file: Path, settings: tuple[str, ...]) -> None:
+def command(ctx: click.Context, file: Path, settings: tuple[str, ...], record: Path | None, record_media: bool) -> None:
     """Run the deployment of a file under supervision.
 
     The first Ctrl-C (SIGINT, SIGTERM) drains it, a second one cancels it. Exit status: 0 drained, 1 it could not
     start, a stage died, or it did not drain within timeouts.drain_s; 130 cancelled; 2 wrong usage or deployment file.
     """
+    if record is not None:
+        # JSON is YAML, whatever is in the path.
+        settings = (*settings, f"telemetry.record={json.dumps(str(record.absolute()))}")
+        settings = (*settings, f"telemetry.record_media={json.dumps(record_media)}")
+    elif record_media:
+        raise click.UsageError("--record-media says what --record keeps; give both", ctx)
     deployment, settings = load_to_run(file, settings, stage="supervisor")
 
     async def main(stop: Stop) -> None:

@@ -77,6 +77,17 @@ class ReportError(FerryError):
         return f"{self.place}: {self.problem}"
 
 
+class OutputError(FerryError):
+    """No file can be written where the user asked for one: `path: problem`."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path, self.problem = path, problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
 class TraceError(FerryError):
     """A recorded trace cannot be read: `file:line: problem`."""
 

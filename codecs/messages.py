@@ -17,6 +17,7 @@ from msgspec import Meta
 
 PROTOCOL_VERSION = 1
 SENDINGS = 256  #: of one submission, by its owner
+MAX_OUTPUT_TOKENS = 1 << 20  #: of one request
 MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
 MOST_TOLD = 4096  #: leases or chunks in one message about a pool
 
@@ -265,7 +266,7 @@ class Submit(Wire, frozen=True, tag=30):
     request: RequestId
     attempt: Submission
     parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=4096)]
-    output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
+    output_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
     deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)]  #: from receipt; afterwards the request fails
 
 

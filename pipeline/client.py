@@ -21,7 +21,7 @@ from tensorferry.codecs.frames import Buffer, Limits, decode, encode
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels import Dealer, open_context
 from tensorferry.pipeline.config import Deployment
-from tensorferry.pipeline.parts import Part, on_wire
+from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.runtime import Runtime
 
 log = structlog.get_logger()
@@ -127,14 +127,14 @@ class Client:
 
         parts: the prompt, in order. deadline_s: after which it fails; the deployment's limit by default.
         request: 16 bytes, random by default; an id that is in flight is refused. Bytes are handed over: they must
-        not change until the outcome is there. Paths are read here and now. Raises BadRequest; a tokenizer that does
-        not keep up is an outcome (`Busy`), not an error.
+        not change until the outcome is there. Paths are read here and now, each of `limits.item_mb` at most. Raises
+        BadRequest; a tokenizer that does not keep up is an outcome (`Busy`), not an error.
         """
         request = request or secrets.token_bytes(16)
         if request in self._requests:
             raise BadRequest(f"request {request.hex()} is in flight already")
         frames: list[Buffer] = []
-        wire_parts = tuple(on_wire(part, frames) for part in parts)
+        wire_parts = prompt_on_wire(parts, frames, file_nbytes=self._deployment.limits.item_mb << 20)
         longest_s = self._deployment.limits.request_timeout_s
         deadline_s = longest_s if deadline_s is None else deadline_s
         if not deadline_s > 0:

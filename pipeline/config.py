@@ -120,6 +120,8 @@ class TelemetrySpec(Spec, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "console"
     prometheus_port: Annotated[int, Meta(ge=1, le=65000)] | None = None  #: loopback; +1 per process, see docs
+    record: str | None = None  #: a file for live traffic, as a trace; what `up --record` sets
+    record_media: bool = False  #: with words and images as they are; else only how many tokens, and of which size
 
 
 class Deployment(Spec, frozen=True):
@@ -327,6 +329,7 @@ def _with_paths(document: Document, d: Deployment) -> Deployment:
         model=msgspec.structs.replace(d.model, path=path),
         tokenizer=msgspec.structs.replace(d.tokenizer, vocabulary=vocabulary),
         runtime_dir=absolute(d.runtime_dir, "runtime_dir"),
+        telemetry=msgspec.structs.replace(d.telemetry, record=absolute(d.telemetry.record, "telemetry", "record")),
     )
 
 

@@ -15,10 +15,12 @@ import numpy.typing as npt
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, BadTensor, UnsupportedDtype
+from tensorferry.codecs.files import read_regular
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES, view_of
 
 Source = bytes | memoryview | str | Path  #: of one file: its bytes, a path, or a `data:` URL
+_SOURCES = "the bytes of a file, its path or a `data:` URL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +50,47 @@ class Embeddings:
 
 #: A piece of a prompt, in order: text, token ids (int32), an encoded image, a video, or embeddings.
 Part = str | bytes | memoryview | npt.NDArray[np.int32] | Image | Video | Embeddings
+KINDS = "text, token ids (a numpy array), an encoded image (bytes or Image), Video or Embeddings"
+FILE_NBYTES = 64 << 20  #: of one file, where nothing else is said; as `limits.item_mb`
 
 
-def on_wire(part: Part, frames: list[Buffer]) -> wire.Part:
-    """The part of a message; its bytes are added to the message's frames. Raises BadRequest."""
+def prompt_on_wire(
+    parts: Sequence[Part], frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES
+) -> tuple[wire.Part, ...]:
+    """`on_wire` of each part. Raises BadRequest, naming the part by its place."""
+    try:
+        given = list(parts)
+    except TypeError:
+        raise BadRequest(f"parts is a {type(parts).__name__}; a list is needed, of {KINDS}") from None
+    made = []
+    for index, part in enumerate(given):
+        try:
+            made.append(on_wire(part, frames, file_nbytes=file_nbytes))
+        except BadRequest as problem:
+            raise BadRequest(f"part {index}: {problem}") from problem
+    return tuple(made)
+
+
+def on_wire(part: Part, frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES) -> wire.Part:
+    """The part of a message; its bytes are added to the message's frames.
+
+    file_nbytes: at most so much of a file is read. Raises BadRequest, also for what is no part.
+    """
     match part:
         case str():
             return wire.TextPart(part)
         case np.ndarray():
             return _tokens(part)
         case Video():
-            return _video(part, frames)
+            return _video(part, frames, file_nbytes)
         case Embeddings():
             return _embeddings(part, frames)
-    frames.append(_read(part.file) if isinstance(part, Image) else part)
+        case Image():
+            frames.append(_read(part.file, file_nbytes))
+        case bytes() | memoryview():
+            frames.append(part)
+        case _:
+            raise BadRequest(f"a {type(part).__name__}; it must be {KINDS}")
     return wire.ImagePart(len(frames) - 1)
 
 
@@ -71,20 +100,32 @@ def _tokens(ids: npt.NDArray[np.int32]) -> wire.TokensPart:
     return wire.TokensPart(ids.astype("<i4").tobytes())
 
 
-def _video(video: Video, frames: list[Buffer]) -> wire.Part:
-    if isinstance(video.frames, Source):
-        if video.fps is not None:
-            raise BadRequest(f"an animated file at {video.fps} fps; it has its own timing, so leave fps away")
-        frames.append(_read(video.frames))
+def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
+    pictures, fps = video.frames, video.fps
+    if fps is not None and (not isinstance(fps, int | float) or not 0.001 <= fps <= 1e6):
+        raise BadRequest(f"a video at {fps!r} fps; give 0.001 to 1000000, or None where it is not known")
+    if isinstance(pictures, Source):
+        if fps is not None:
+            raise BadRequest(f"an animated file at {fps} fps; it has its own timing, so leave fps away")
+        frames.append(_read(pictures, file_nbytes))
         return wire.AnimationPart(len(frames) - 1)
-    if not video.frames or (video.fps is not None and not 0.001 <= video.fps <= 1e6):
-        raise BadRequest(f"a video of {len(video.frames)} frames at {video.fps} fps; give one frame or more, fps > 0")
-    frames += video.frames
-    return wire.VideoPart(len(frames) - len(video.frames), len(video.frames), round((video.fps or 0.0) * 1000))
+    if not isinstance(pictures, Sequence):
+        raise BadRequest(f"a video of a {type(pictures).__name__}; give {_SOURCES}, or a list of encoded pictures")
+    if not pictures:
+        raise BadRequest("a video of no frames; give one or more")
+    for index, picture in enumerate(pictures):
+        if not isinstance(picture, bytes | memoryview):
+            raise BadRequest(f"frame {index} of a video is a {type(picture).__name__}; give bytes, an encoded picture")
+    frames += pictures
+    return wire.VideoPart(len(frames) - len(pictures), len(pictures), round((fps or 0.0) * 1000))
 
 
 def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
     """`embeddings` come first, whatever the mapping's order."""
+    given: object = item.outputs  # callers need not have checked their types
+    if not isinstance(given, Mapping):
+        problem = f"embeddings in a {type(given).__name__}; give the tensors by name, such as"
+        raise BadRequest(f'{problem} {{"embeddings": tensor}}')
     names = sorted(item.outputs, key=lambda name: name != "embeddings")
     if not names or names[0] != "embeddings":
         raise BadRequest(f"an item of embeddings with the outputs {names}; `embeddings` must be among them")
@@ -99,10 +140,12 @@ def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
     return wire.EmbeddingsPart(tuple(outputs), item.modality)
 
 
-def _read(source: Source) -> Buffer:
-    """The bytes of a file; of a `data:` URL (RFC 2397) those in it."""
+def _read(source: Source, most_nbytes: int) -> Buffer:
+    """The bytes of a file; of a `data:` URL (RFC 2397) those in it. Never waits: it may be called in an event loop."""
     if isinstance(source, bytes | memoryview):
         return source
+    if not isinstance(source, str | Path):
+        raise BadRequest(f"a file given as a {type(source).__name__}; give {_SOURCES}")
     if isinstance(source, str) and source[:5].lower() == "data:":
         head, comma, data = source.partition(",")
         if not comma:
@@ -112,6 +155,8 @@ def _read(source: Source) -> Buffer:
         except binascii.Error as problem:
             raise BadRequest(f"the data of {head[:40]!r} is not base64: {problem}") from None
     try:
-        return Path(source).read_bytes()
-    except (OSError, ValueError) as problem:
+        return read_regular(Path(source), most_nbytes)
+    except OSError as problem:
+        raise BadRequest(f"cannot read {str(source)!r}: {problem.strerror or problem}") from None
+    except ValueError as problem:
         raise BadRequest(f"cannot read {str(source)!r}: {problem}") from None

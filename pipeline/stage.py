@@ -35,6 +35,8 @@ from tensorferry.pipeline.sockets import Context
 log = structlog.get_logger()
 
 RECYCLE_PERIOD_S = PoolSpec().recycle_s  #: unless the deployment file says otherwise
+#: Counters that heartbeats tell too, for whoever watches a deployment without Prometheus.
+TOLD = ("requests_ok", "requests_failed", "requests_busy")
 ATTACH_S = 10.0  #: for a peer's pool to be mapped
 UPKEEP_S = 1.0  #: between two looks at what peers' elastic pools have retired, at most
 FLUSH_S = 1.0  #: for a peer to take our last messages
@@ -132,6 +134,7 @@ class Stage:
         numbers |= self.numbers()
         for name, value in numbers.items():
             self.counters.gauge(name, value)
+        numbers |= {name: self.counters.value(name) for name in TOLD}
         return tuple(wire.Gauge(name, value) for name, value in numbers.items())
 
 

@@ -26,6 +26,7 @@ from types import TracebackType
 import structlog
 
 from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline import traffic
 from tensorferry.pipeline.config import Deployment, resolved
 from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
 from tensorferry.pipeline.readiness import readable
@@ -90,7 +91,9 @@ class Supervisor:
                     raise DeploymentError(
                         f"{stage}-{rank} runs already: {who}; stop it first (a replay can use it: replay --attach)"
                     )
+            traffic.refuse_existing(deployment)
             self = cls(deployment, command)
+            undo.callback(traffic.gather, deployment)
             undo.push_async_exit(self._stop)
             for stage, ranks in ranks_of(deployment).items():
                 for rank in range(ranks):

@@ -9,6 +9,7 @@ Source: https://yaml.org/spec/1.2.2/#103-core-schema
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from typing import Any
 import yaml
 
 from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.files import read_regular
 from tensorferry.pipeline.document import OVERRIDE, Document, Keys, Place, dotted, short
 
 FILE_NBYTES = 1 << 18
@@ -43,12 +45,13 @@ def read(path: Path) -> Document:
     """The one mapping in a UTF-8 YAML file. Raises ConfigError with file, line and, where there is one, key."""
     file = str(path)
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(FILE_NBYTES + 1)
+        raw = read_regular(path, FILE_NBYTES)
     except OSError as problem:
+        if problem.errno == errno.EFBIG:
+            raise ConfigError(file, None, "", f"is larger than {FILE_NBYTES} bytes, so not a deployment file") from None
         raise ConfigError(file, None, "", f"cannot be read: {problem.strerror}") from None
-    if len(raw) > FILE_NBYTES:
-        raise ConfigError(file, None, "", f"is larger than {FILE_NBYTES} bytes, so not a deployment file")
+    except ValueError as problem:  # a null byte
+        raise ConfigError(file, None, "", f"cannot be read: {problem}") from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as problem:

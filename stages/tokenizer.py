@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -23,6 +24,7 @@ from tensorferry.codecs.errors import (
     RequestError,
 )
 from tensorferry.codecs.frames import Buffer
+from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
@@ -34,6 +36,7 @@ from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner, Prompt
+from tensorferry.stages.recorder import Recorder
 from tensorferry.stages.request import Life, Reported, Request
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
@@ -55,9 +58,10 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         "pool.budget_mb",
     )
     processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
     planner = Planner(
         processor,
-        TextEncoder.from_file(deployment.tokenizer.vocabulary),
+        text,
         deployment.limits,
         embedding_form(deployment.model),
     )
@@ -65,7 +69,13 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         door = FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)
         stage.channels.callback(door.close, LINGER_S)
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
-        tokenizer = Tokenizer(stage, door, threads, processor, planner)
+        recorder = None
+        if deployment.telemetry.record is not None:
+            record = Path(deployment.telemetry.record)
+            media = traffic.media_folder(record) if deployment.telemetry.record_media else None
+            recorder = Recorder(traffic.part_of(record, rank), media, text, deployment.limits, stage.counters)
+            stage.channels.callback(recorder.close)
+        tokenizer = Tokenizer(stage, door, threads, processor, planner, recorder)
         with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.watch_peers()):
             await stage.peers.wait_ready()
             tokenizer.open()
@@ -79,10 +89,17 @@ class Tokenizer:
     """See the module. `serve` is one request from acceptance to outcome."""
 
     def __init__(
-        self, stage: Stage, door: FrontDoor, threads: ThreadPoolExecutor, processor: Processor, planner: Planner
+        self,
+        stage: Stage,
+        door: FrontDoor,
+        threads: ThreadPoolExecutor,
+        processor: Processor,
+        planner: Planner,
+        recorder: Recorder | None = None,
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
-        self._planner, self._dispatch = planner, Dispatch(stage, threads, processor)
+        self._planner, self._recorder = planner, recorder
+        self._dispatch = Dispatch(stage, threads, processor)
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
@@ -158,6 +175,8 @@ class Tokenizer:
             return
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
+        if self._recorder is not None and not submit.attempt:  # where it comes first: what is sent again was asked once
+            self._recorder.take(submit, frames)
         try:
             if self._draining:
                 raise Overload("the deployment is draining")

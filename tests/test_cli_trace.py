@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -312,12 +311,6 @@ def test_drawn_requests_have_no_lines_to_cut(tmp_path: Path) -> None:
     result = run("cut", tmp_path, tmp_path / "out")
     assert (result.exit_code, "trace convert" in result.stderr) == (1, True)
     assert "60 read = 60 written" in run("convert", tmp_path, tmp_path / "out.jsonl").stdout
-
-
-def test_a_cut_may_replace_its_source(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    shutil.copy(DATA / "azure_lmm.csv", path)
-    assert len(cut(path, path, "--end", "1s").requests) == 1
 
 
 def test_a_description_is_made_from_any_order() -> None:

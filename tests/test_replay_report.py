@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
+from tensorferry.codecs.errors import OutputError
 from tensorferry.codecs.messages import Gauge, ItemReport, Mark, Member
 from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
 from tensorferry.pipeline.replay.progress import preparing, replaying
@@ -263,7 +264,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
     summary = summarise(trace, preparation, replay, setup())
     (tmp_path / "summary.json").write_text("old")
     (tmp_path / "results.jsonl").mkdir()
-    with pytest.raises(OSError, match=r"results\.jsonl"):
+    with pytest.raises(OutputError, match=r"results\.jsonl: Is a directory"):
         write_report(tmp_path, summary, replay.outcomes, [], 0)
     assert (tmp_path / "summary.json").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 2

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import msgspec
 
-from tensorferry.codecs.errors import TraceError
+from tensorferry.codecs.errors import OutputError, TraceError
 from tensorferry.pipeline.replay.formats.own import line_of
 from tensorferry.pipeline.replay.recording import Recording, Tally
 from tensorferry.pipeline.replay.request import Image, Request
 from tensorferry.pipeline.replay.selection import Conversations, Selection
-from tensorferry.pipeline.replay.whole import write_whole
+from tensorferry.pipeline.replay.whole import destination, write_whole
 
 
 def convert(recording: Recording, survey: Tally, selection: Selection, out: Path) -> None:
     """Write the selected requests to `out` in tensorferry's own format, in the order of time and on the trace's own
-    clock. It appears whole or not at all. Images that are files stay where they are."""
+    clock. It appears whole or not at all. Images that are files stay where they are.
+
+    Raises OutputError, also where `out` is the trace itself."""
+    _spare(recording, out)
     write_whole(out, _own_lines(selection.of(recording.in_order(survey)), recording.folder, out.resolve().parent))
 
 
@@ -27,8 +30,9 @@ def cut(recording: Recording, selection: Selection, out: Path) -> Tally:
     """Write the lines of the selected requests as they are, in the order of the file, below its header.
 
     A line with several turns is kept by its first; one whose time counts from the turn before goes where that goes.
-    Raises TraceError where the copy could not be read as the same requests.
+    Raises TraceError where the copy could not be read as the same requests, OutputError as `convert` does.
     """
+    _spare(recording, out)
     if recording.drawn:
         problem = "its requests are drawn from statistics, so there are no lines of it to cut; use `trace convert`"
         raise TraceError(str(recording.path), None, problem)
@@ -36,6 +40,12 @@ def cut(recording: Recording, selection: Selection, out: Path) -> Tally:
     elsewhere = out.resolve().parent != recording.folder
     write_whole(out, _kept_lines(recording, selection, tally, elsewhere))
     return tally
+
+
+def _spare(recording: Recording, out: Path) -> None:
+    """Recordings cannot be made again."""
+    if recording.holds(destination(out)):
+        raise OutputError(str(out), "the trace itself, which would be lost; name another file")
 
 
 def _own_lines(requests: Iterable[Request], source: Path, target: Path) -> Iterator[bytes]:

@@ -99,6 +99,10 @@ class Recording:
         """What relative paths of images are relative to."""
         return self._source.folder
 
+    def holds(self, file: Path) -> bool:
+        """Whether a file is the trace, or one of its parts."""
+        return file.exists() and any(file.samefile(part) for part in self._source.files)
+
     @property
     def scheduled(self) -> bool:
         """Whether its requests have times, be they recorded or given by a rate."""

@@ -2,17 +2,87 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from tensorferry.codecs.errors import OutputError
+
+#: What O_TMPFILE gets from file systems, and kernels, that know no files without a name. Source: open(2), ERRORS.
+_ALL_ARE_NAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
+
+
+def destination(path: Path) -> Path:
+    """Where a file written to `path` comes to be: a symbolic link stays one, and what it points to is replaced.
+
+    Raises OutputError for what no file can replace, or be made at: a device, a pipe, a folder that is not there or not
+    to be written to, a name that is too long.
+    """
+    with _blamed(path):
+        try:
+            place = path.resolve()
+        except RuntimeError:  # before Python 3.13
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        folder = place.parent.stat()
+        if not stat.S_ISDIR(folder.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(place.parent, os.W_OK | os.X_OK):
+            raise OutputError(str(path), f"no file can be made in {place.parent}: permission denied, or read-only")
+        with suppress(FileNotFoundError):
+            mode = path.stat().st_mode
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(mode):
+                raise OutputError(str(path), "not a regular file, so it cannot be replaced by one; name a file")
+            if not place.exists():  # resolved through /proc/self/fd
+                raise OutputError(str(path), "a file that has no name any more; name a file")
+    return place
 
 
 def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
-    """Beside its place first, then renamed: nobody ever reads half a file, and what was there stays until then."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("xb") as file:
+    """First without a name, then in its place: nobody ever reads half a file, and what was there stays until then.
+
+    A process that is killed meanwhile leaves nothing behind, except where a file system knows no files without a name.
+    Raises OutputError: for `destination`'s reasons, and for what goes wrong on the way, as on a full disk.
+    """
+    place = destination(path)
+    beside = f".tensorferry-{secrets.token_hex(6)}"  # short: a name may be as long as names can be
+    with _blamed(path), ExitStack() as undo:
+        folder = os.open(place.parent, os.O_PATH | os.O_DIRECTORY)
+        undo.callback(os.close, folder)
+        undo.callback(_unlink, beside, folder)
+        descriptor, named = _opened(beside, folder)
+        with open(descriptor, "wb") as file:
             file.writelines(chunks)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+            file.flush()
+            if not named:
+                # linkat follows this link to the file; it cannot replace one, so the rename does. Source: open(2).
+                os.link(f"/proc/self/fd/{descriptor}", beside, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(beside, place.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _opened(beside: str, folder: int) -> tuple[int, bool]:
+    """A new file of a folder, open for writing, and whether it has its name already."""
+    try:
+        return os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o666, dir_fd=folder), False
+    except OSError as problem:
+        if problem.errno not in _ALL_ARE_NAMED:
+            raise
+    return os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666, dir_fd=folder), True
+
+
+def _unlink(name: str, folder: int) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def _blamed(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise OutputError(str(path), problem.strerror or str(problem)) from problem

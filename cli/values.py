@@ -1,0 +1,46 @@
+"""Values of options that commands share, refused with the option's name where they are out of bounds."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class Real(click.FloatRange):
+    """A finite number within bounds. click's own ranges let NaN pass, and without an upper bound infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return super().convert(number, param, ctx)
+
+
+class Words(click.types.StringParamType):
+    """Text that can be sent: UTF-8."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        try:
+            text.encode()
+        except UnicodeEncodeError as problem:  # an argument that is no UTF-8 has surrogates for its bytes
+            self.fail(f"not UTF-8 from character {problem.start} on", param, ctx)
+        return text
+
+
+class InFile(click.Path):
+    """A regular file to read: one that can be read at once, and ends."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not stat.S_ISREG(path.stat().st_mode):
+            self.fail(f"{path} is not a regular file", param, ctx)
+        return path

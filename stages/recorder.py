@@ -1,0 +1,139 @@
+"""Writes what clients ask of one tokenizer worker as a trace, in a thread of its own: no request waits for it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+
+import structlog
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import RequestError
+from tensorferry.codecs.frames import Buffer
+from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.pipeline.replay.formats.own import line_of
+from tensorferry.pipeline.replay.request import MAX_TOKENS, Image, Request
+from tensorferry.pipeline.replay.whole import write_whole
+from tensorferry.pipeline.telemetry import Counters
+from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.image import header
+from tensorferry.stages.processors.text import TextEncoder
+
+log = structlog.get_logger()
+
+#: Requests whose line is not written yet, at most: they hold the messages that they came in.
+MOST_WAITING = 256
+
+_Entry = tuple[int, wire.Submit, Sequence[Buffer]]
+
+
+class Recorder:
+    """What is asked, not what comes of it: requests that are told `busy` are in it too.
+
+    Of words only how many tokens they are is kept, and of an image its upright size; with `media`, both as they are. A
+    request that the format has no words for, as with a video, is counted and left out; so is one that comes while too
+    many wait.
+    """
+
+    def __init__(
+        self, part: Path, media: Path | None, text: TextEncoder, limits: LimitsSpec, counters: Counters
+    ) -> None:
+        """part: a file, begun, or continued by a worker that was started again. media: a folder, made if need be; None:
+        metadata alone."""
+        self._file = part.open("ab")
+        if self._file.tell():
+            self._file.write(b"\n")  # whatever its predecessor had half written is a line of its own
+        self._media, self._text, self._limits, self._counters = media, text, limits, counters
+        if media is not None:
+            media.mkdir(exist_ok=True)
+        self._waiting: Queue[_Entry | None] = Queue(MOST_WAITING)
+        self._failed = False
+        self._thread = Thread(target=self._write, name="recorder")
+        self._thread.start()
+
+    def take(self, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
+        """A request that has come just now. Never waits."""
+        try:
+            self._waiting.put_nowait((time.monotonic_ns(), submit, frames))
+        except Full:
+            self._counters.count("requests_unrecorded")
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._waiting.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _write(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            at_ns, submit, frames = entry
+            try:
+                self._file.write(line_of(self._request(submit, frames), at_ns))
+                if self._waiting.empty():
+                    self._file.flush()
+            except _NoWords:
+                self._counters.count("requests_unrecorded")
+            except OSError as problem:  # a full disk must not end a worker
+                self._counters.count("requests_unrecorded")
+                if not self._failed:
+                    self._failed = True
+                    log.error("not_recorded", problem=str(problem))
+            del entry, submit, frames  # else they stay in use while the next is waited for
+
+    def _request(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Request:
+        images: list[Image] = []
+        layout: list[str | int] = []
+        ids = 0
+        for part in submit.parts:
+            match part:
+                case wire.TextPart(text=text):
+                    layout.append(text)
+                case wire.TokensPart():
+                    ids += len(part.ids) // 4
+                case wire.ImagePart(frame=frame) if frame < len(frames):
+                    layout.append(len(images))
+                    images.append(self._image(frames[frame]))
+                case _:
+                    raise _NoWords
+        words = [part for part in layout if isinstance(part, str)]
+        verbatim = self._media is not None and not ids
+        if not verbatim:
+            ids += sum(map(self._count, words))
+        if not images and not ids and not (verbatim and any(words)):
+            raise _NoWords
+        return Request(
+            line=0,
+            at_ns=0,
+            output_tokens=submit.output_tokens,
+            id=submit.request.hex(),
+            text_tokens=min(ids, MAX_TOKENS) or None,
+            images=tuple(images),
+            layout=tuple(layout) if verbatim else (),
+        )
+
+    def _count(self, text: str) -> int:
+        try:
+            return len(self._text.encode(text))
+        except RequestError as problem:
+            raise _NoWords from problem
+
+    def _image(self, data: Buffer) -> Image:
+        if self._media is not None:
+            name = hashlib.sha256(data).hexdigest()
+            path = self._media / name
+            if not path.exists():
+                write_whole(path, [bytes(data)])
+            return Image(path=f"{self._media.name}/{name}")
+        try:
+            known = header(data, self._limits)
+        except BadMedia:  # what becomes of it is a result; that there was one is known
+            return Image()
+        return Image(width=known.width, height=known.height)
+
+
+class _NoWords(Exception):
+    """Our format cannot say this."""

@@ -1,0 +1,72 @@
+"""Values that no command can mean are refused before any work, with the option's name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tensorferry.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+LOCAL = ROOT / "configs" / "local.yaml"
+TRACE = ROOT / "tests" / "data" / "traces" / "servegen.jsonl"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e-300", "1e300", "0", "-1", "x"])
+@pytest.mark.parametrize(
+    ("option", "before"),
+    [
+        ("--rate", ["trace", "describe", str(TRACE)]),
+        ("--rate", ["replay", str(TRACE), "--config", str(LOCAL)]),
+        ("--timeout", ["submit", "--config", str(LOCAL), "--text", "x"]),
+    ],
+)
+def test_a_number_is_finite_and_of_a_size_that_can_be_meant(option: str, before: list[str], value: str) -> None:
+    result = CliRunner().invoke(main, [*before, f"{option}={value}"])
+    assert result.exit_code == 2
+    assert f"Error: Invalid value for '{option}': " in result.stderr
+
+
+@pytest.mark.parametrize("command", ["cut", "convert"])
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "1.1", "-1"])
+def test_a_share_is_a_share(tmp_path: Path, command: str, value: str) -> None:
+    result = CliRunner().invoke(main, ["trace", command, str(TRACE), str(tmp_path / "out"), f"--share={value}"])
+    assert result.exit_code == 2
+    assert "Error: Invalid value for '--share': " in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--output-tokens", "4294967296"],
+        ["--output-tokens", "9" * 5000],
+        ["--text", os.fsdecode(b"\xff\xfe")],
+        ["--image", "/dev/zero"],
+        ["--video", "/dev/null"],
+        ["--timeout", "1e-9"],
+    ],
+)
+def test_what_cannot_be_submitted_names_its_option(given: list[str]) -> None:
+    result = CliRunner().invoke(main, ["submit", "--config", str(LOCAL), "--text", "x", *given])
+    assert result.exit_code == 2
+    assert f"Error: Invalid value for '{given[0]}': " in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["config check", "up --config", "submit --text x --config", "start encoder --config"]
+)
+def test_a_pipe_is_no_deployment_file(tmp_path: Path, command: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    ran = subprocess.run(
+        [sys.executable, "-m", "tensorferry", *command.split(), str(tmp_path / "pipe")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.returncode, "cannot be read: not a regular file" in ran.stderr) == (2, True), ran.stderr
