@@ -150,7 +150,8 @@ class Reader:
 
         Raises as `open` does when it never will.
         """
-        _check_payload(proxy)
+        if not isinstance(proxy, Proxy):
+            raise _no_payload(proxy)
         with self._lock():
             imported = self._living(proxy)
             imported.check(proxy)
@@ -206,7 +207,8 @@ class Reader:
 
     def _hold(self, proxy: Proxy) -> _Use:
         """Count one user of a living lease in; each must be counted out by `_release`."""
-        _check_payload(proxy)
+        if not isinstance(proxy, Proxy):
+            raise _no_payload(proxy)
         with self._lock():
             try:
                 imported = self._living(proxy)
@@ -298,9 +300,8 @@ class Reader:
         return imported
 
 
-def _check_payload(payload: object) -> None:
-    if not isinstance(payload, Proxy):
-        raise TypeError(f"{payload!r} is no payload; give one that `dispatch` returned")
+def _no_payload(given: object) -> TypeError:
+    return TypeError(f"{given!r} is no payload; give one that `dispatch` returned")
 
 
 @dataclass(slots=True)
