@@ -31,6 +31,7 @@ import torch
 from benchmarks.gpu_plugins import patches_of
 from benchmarks.results import Outcome, Verdict, measurement, speedup
 from benchmarks.tables import table
+from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import ModelSpec, load
@@ -262,7 +263,7 @@ class Up:
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # for our plug-ins
         with TemporaryFile() as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tensorferry", "up", "--config", str(file),
+                *tied("-m", "tensorferry", "up", "--config", str(file)),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=asyncio.subprocess.PIPE, stderr=log,
             )  # fmt: skip
             self._pids.add(process.pid)
