@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from benchmarks.results import Outcome, Scale, Verdict, measurement
+from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, load
@@ -89,10 +89,13 @@ async def _requests(client: Client, count: int, in_flight: int) -> None:
 
 @contextmanager
 def running(folder: Path, text: str) -> Iterator[Deployment]:
-    """`tensorferry up`, ready, its log in a file. text: of its file, where `{folder}` is the folder."""
+    """`tensorferry up`, ready, its log in a file; it ends with this process.
+
+    text: of its file, where `{folder}` is the folder.
+    """
     file, log = folder / "deployment.yaml", folder / "log"
     file.write_text(text.format(folder=folder), encoding="utf-8")
-    command = [sys.executable, "-m", "tensorferry", "up", "--config", str(file)]
+    command = tied("-m", "tensorferry", "up", "--config", str(file))
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # for our plug-ins
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with (

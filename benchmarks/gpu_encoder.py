@@ -31,6 +31,7 @@ import torch
 from benchmarks.gpu_plugins import patches_of
 from benchmarks.results import Outcome, Verdict, measurement, speedup
 from benchmarks.tables import table
+from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import ModelSpec, load
@@ -42,8 +43,7 @@ BARE = "bare tower"
 FLOOR = 0.92
 BATCH_PATCHES = 16384  #: of a call of the tower; as encoder.batch_patches is by default
 BUDGET_S = 95.0  #: for everything
-MEASURE_S = 35.0  #: of which so much is for turns; deployments that are not up by then are passed over
-END_S = 6.0  #: and so much for ending them
+END_S = 6.0  #: of which so much is for ending the deployments
 LATE_S = 10.0  #: how much longer than it should a turn may take
 
 #: Images in patches, in the order they come: photos as they are, and reduced ones.
@@ -78,6 +78,7 @@ class Size:
     tokenizers: int
     rounds: int  #: turns that each contender has
     turn_s: float
+    measure_s: float  #: kept for turns and the end: deployments that are not up by then are passed over
     in_flight: int  #: requests, more than two batches
     pool_mb: int
     embeddings_mb: int
@@ -91,6 +92,7 @@ GPU = Size(
     tokenizers=2,
     rounds=3,
     turn_s=2.5,
+    measure_s=35.0,
     in_flight=48,
     pool_mb=2048,
     embeddings_mb=4096,
@@ -103,6 +105,7 @@ SMOKE = Size(
     tokenizers=1,
     rounds=1,
     turn_s=0.2,
+    measure_s=15.0,
     in_flight=4,
     pool_mb=128,
     embeddings_mb=32,
@@ -175,7 +178,7 @@ async def measure(size: Size, found: Mapping[str, list[float]], until_s: float, 
         holding = {name: tasks.create_task(up.hold(over)) for name, up in ups.items()}
         try:
             ready = [tasks.create_task(up.ready.wait()) for up in ups.values()]
-            await asyncio.wait([bare, *ready], timeout=until_s - MEASURE_S - time.monotonic())
+            await asyncio.wait([bare, *ready], timeout=until_s - size.measure_s - time.monotonic())
             for name, task in holding.items():
                 if not ups[name].ready.is_set():
                     say(f"{name}: not up after {time.monotonic() - began:.1f} s")
@@ -260,7 +263,7 @@ class Up:
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # for our plug-ins
         with TemporaryFile() as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tensorferry", "up", "--config", str(file),
+                *tied("-m", "tensorferry", "up", "--config", str(file)),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=asyncio.subprocess.PIPE, stderr=log,
             )  # fmt: skip
             self._pids.add(process.pid)

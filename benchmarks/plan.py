@@ -17,6 +17,7 @@ from tensorferry.pipeline.replay.visits import measured
 _ROOT = Path(__file__).parents[1]
 _TRACE = _ROOT / "examples" / "traces" / "servegen.jsonl"
 _REQUESTS = 80  #: all of it
+_PACE_MS = 480  #: of 1,000 patches in a rank
 _RUN_S = 120.0
 _POINTS = 2.0
 #: Encoding takes a set time and is what limits it, so that two runs differ by little but what is planned.
@@ -24,8 +25,8 @@ _DEPLOYMENT = """
 name: plan-benchmark
 transport: shm
 runtime_dir: {folder}/run
-model: {{adapter: 'benchmarks.paced:Paced', options: {{ms_per_1000_patches: 480}}}}
-encoder: {{ranks: 2, batch_patches: 4096}}
+model: {{adapter: 'benchmarks.paced:Paced', options: {{ms_per_1000_patches: {pace_ms}}}}}
+encoder: {{ranks: {ranks}, batch_patches: 4096}}
 pool: {{budget_mb: 1024}}
 telemetry: {{log_level: error}}
 """
@@ -36,12 +37,15 @@ def plan(scale: Scale) -> Outcome:
     whole = scale.shrink == 1
     with TemporaryDirectory(prefix="ferry-") as folder:
         deployment = Path(folder) / "deployment.yaml"
-        deployment.write_text(_DEPLOYMENT.format(folder=folder), encoding="utf-8")
+        deployment.write_text(
+            _DEPLOYMENT.format(folder=folder, ranks=2 if whole else 1, pace_ms=_PACE_MS // scale.shrink),
+            encoding="utf-8",
+        )
         visits = measured(_replayed(deployment, 1024, scale), workers=1)
         rules = Rules(workers=1, slots=4096)
         peak_mb = plan_of(visits, rules).peak_nbytes // MIB
         found, apart, own_apart = [], [], []
-        for part in (0.6, 0.9):
+        for part in (0.6, 0.9) if whole else (0.6,):
             budget_mb = max(1, round(peak_mb * part))
             run = _replayed(deployment, budget_mb, scale)
             items = [item for row in run.rows for item in row.items if run.pooled(item)]
@@ -61,7 +65,14 @@ def plan(scale: Scale) -> Outcome:
 
 def _replayed(deployment: Path, budget_mb: int, scale: Scale) -> Run:
     out = deployment.parent / str(budget_mb)
-    options = ("--speed", "0.25", "--limit", str(max(8, scale.of(_REQUESTS))), "--set", f"pool.budget_mb={budget_mb}")
+    options = (
+        "--speed",
+        "0.25" if scale.shrink == 1 else "max",
+        "--limit",
+        str(max(8, scale.of(_REQUESTS))),
+        "--set",
+        f"pool.budget_mb={budget_mb}",
+    )
     asked = ("replay", _TRACE, "--config", deployment, "--out", out, *options)
     subprocess.run(
         [sys.executable, "-P", "-m", "tensorferry", *map(str, asked)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.report import write_pages
-from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
+from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
+from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
 from tensorferry.pipeline.replay.formats.lengths import Keys
@@ -24,6 +26,7 @@ from tensorferry.pipeline.replay.image_models import image_model
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
 from tensorferry.pipeline.replay.progress import preparing, replaying
+from tensorferry.pipeline.replay.recording import nothing_usable
 from tensorferry.pipeline.replay.report import print_plan, print_report, write_report
 from tensorferry.pipeline.replay.run import Replay
 from tensorferry.pipeline.replay.schedule import Speed
@@ -32,7 +35,7 @@ from tensorferry.pipeline.replay.summary import Setup, drops_of, summarise
 from tensorferry.pipeline.replay.text import TokenSource
 from tensorferry.pipeline.replay.trace import load
 from tensorferry.pipeline.replay.turns import MODES, Mode, natural_mode
-from tensorferry.pipeline.replay.window import Moment, Window
+from tensorferry.pipeline.replay.window import Moment
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import configure
 from tensorferry.stages.processors.base import BadMedia, Processor
@@ -120,6 +123,7 @@ def command(
     Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok, 5 with --strict, it was not the recorded
     load; 2 wrong usage, 1 it could not be run.
     """
+    window = window_of(start, end)
     deployment = load_deployment(file, settings)
     if attach:
         require_available(deployment)
@@ -137,7 +141,7 @@ def command(
     except ValueError as problem:
         raise click.BadParameter(str(problem), ctx, param_hint="--image-model") from None
     recording = opened(trace, rate, keys, seed, scheduled=speed.ratio is not None)
-    recorded = load(recording, window=Window(start, end), limit=limit, failures=failures == "keep", strict=strict)
+    recorded = load(recording, window=window, limit=limit, failures=failures == "keep", strict=strict)
     text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
     tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
     sizer = Sizer(make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits))
@@ -169,7 +173,15 @@ def command(
     )
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     if dry_run:
-        print_plan(console, summarise(recorded, prepared, replay, setup))
+        if not prepared.requests:
+            drops = drops_of(recorded, prepared, replay)
+            reasons = Counter(drop.reason for drop in drops)
+            raise TraceError(str(trace), None, nothing_usable(recorded.read, reasons, drops))
+        plan = summarise(recorded, prepared, replay, setup)
+        print_plan(console, plan)
+        if out is not None:
+            write_report(out, plan, (), drops_of(recorded, prepared, replay), 0)
+            click.echo(f"wrote the plan to {click.format_filename(out)}: nothing was started")
         return
     session = Session(replay)
     try:

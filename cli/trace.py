@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.outfile import OutFile
-from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
+from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.values import Real
 from tensorferry.pipeline.replay.copies import convert, cut
 from tensorferry.pipeline.replay.description import Arrivals, Description, Spread, describe
@@ -91,7 +91,7 @@ def convert_command(
     """Write TRACE to OUT in tensorferry's own format, in the order of time."""
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()
-    selection = _selection(recording, survey, Window(start, end), share, seed)
+    selection = _selection(recording, survey, window_of(start, end), share, seed)
     convert(recording, survey, selection, out)
     _report(survey, selection, out, as_json)
 
@@ -117,7 +117,7 @@ def cut_command(
     """Write a part of TRACE to OUT: its lines as they are, without those that are broken."""
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()
-    selection = _selection(recording, survey, Window(start, end), share, seed)
+    selection = _selection(recording, survey, window_of(start, end), share, seed)
     cut(recording, selection, out)
     _report(survey, selection, out, as_json)
 

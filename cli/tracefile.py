@@ -12,7 +12,7 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.formats.lengths import Keys, keys_of
 from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.window import Moment
+from tensorferry.pipeline.replay.window import Moment, Window
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -63,6 +63,13 @@ def window_options(command: _Command) -> _Command:
     return command
 
 
+def window_of(start: Moment | None, end: Moment | None) -> Window:
+    """Raises click.UsageError for a window that ends before it starts."""
+    if start is not None and end is not None and start.absolute == end.absolute and end.ns <= start.ns:
+        raise click.BadParameter("it must be after --start", param_hint="--end")
+    return Window(start, end)
+
+
 def opened(trace: Path, rate: float | None, keys: Keys | None, seed: int, *, scheduled: bool = True) -> Recording:
     """The recording behind a TRACE. scheduled: it has to have times.
 
@@ -70,6 +77,6 @@ def opened(trace: Path, rate: float | None, keys: Keys | None, seed: int, *, sch
     """
     recording = Recording(trace, rate=rate, keys=keys, seed=seed)
     if scheduled and not recording.scheduled:
-        problem = f"a {recording.name} trace says in which order, not when; give it times with --rate"
+        problem = f"a trace of the format {recording.name} says in which order, not when; give it times with --rate"
         raise TraceError(str(trace), None, problem)
     return recording

@@ -19,6 +19,8 @@ PROTOCOL_VERSION = 1
 SENDINGS = 256  #: of one submission, by its owner
 MAX_OUTPUT_TOKENS = 1 << 20  #: of one request
 MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
+MOST_SLOTS = 1 << 20  #: of a pool
+LAST_NONCE = (1 << 63) - 1
 MOST_TOLD = 4096  #: leases or chunks in one message about a pool
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -28,8 +30,8 @@ Generation = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Serial = Annotated[int, Meta(ge=1, lt=1 << 32)]  #: of a chunk; no other of its pool ever has it
 Serials = Annotated[tuple[Serial, ...], Meta(max_length=MOST_TOLD)]
 Named = Annotated[tuple[tuple[Index, Generation], ...], Meta(max_length=MOST_TOLD)]  #: leases: slot and generation
-Nonce = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]  #: random, never 0: one life of a process, or one pool
-Life = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: the epoch of a process, or 0: a client, which has none
+Nonce = Annotated[int, Meta(ge=1, le=LAST_NONCE)]  #: random, never 0: one life of a process, or one pool
+Life = Annotated[int, Meta(ge=0, le=LAST_NONCE)]  #: the epoch of a process, or 0: a client, which has none
 Submission = Annotated[int, Meta(ge=0, lt=1 << 23)]  #: how often a client has sent a request before
 #: Orders what was sent of a request: its submission times `SENDINGS`, and how often its owner has sent it before.
 Attempt = Index
@@ -98,7 +100,7 @@ class PoolDescription(Wire, frozen=True):
     pool: Nonce
     memory: Name  #: host, cuda_ipc or cuda_vmm
     nbytes: Count
-    slots: Annotated[int, Meta(ge=1, le=1 << 20)]
+    slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     chunk_nbytes: Count = 0  #: of each chunk of an elastic pool; 0: all of the memory is there all the time
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import index
 from typing import Any, Self
 
 import numpy as np
 
-from tensorferry.codecs.errors import LeaseError, NotStaged, PoolFull
+from tensorferry.codecs.errors import BadTensor, LeaseError, NotStaged, PoolFull
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.memory.host import HOST_ORDER
 from tensorferry.codecs.memory.memory import Arrival, Bytes, Order
@@ -40,6 +41,8 @@ class Publisher:
 
         inline_below_nbytes: 32 KiB by default; 0 for a pool that a GPU writes, from where inline is the longer way.
         """
+        if not isinstance(pool, Pool | None):
+            raise TypeError(f"pool={pool!r}: give a Pool, or None to send everything inline")
         self.pool = pool
         if inline_below_nbytes is None:
             inline_below_nbytes = 32 << 10 if pool is None or pool.on_host else 0
@@ -114,14 +117,14 @@ class Draft:
         self._publisher, self._layout, self._sources, self._patient = publisher, layout, sources, patient
         self._places, self._nbytes = _pack(layout)
         self._lease: Lease | None = None
-        self._used = False
+        self._used = self._open = False
         self._pool = 0 if publisher.pool is None else publisher.pool.description.pool
 
     def __enter__(self) -> Self:
         if self._used:
             slot, generation = (0, 0) if self._lease is None else self._lease.grant[:2]
             raise LeaseError(slot, generation, "of a draft is for one block; make another draft")
-        self._used = True
+        self._used = self._open = True
         lease = self._lease = self._publisher._lease(self._nbytes, self._patient)
         try:
             self._make(lease)
@@ -131,6 +134,7 @@ class Draft:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._open = False
         if self._lease is not None:
             self._lease.__exit__()
 
@@ -179,7 +183,9 @@ class Draft:
     def stage(self) -> None:
         """What is written has to travel inline, to one consumer at least: start copying it to the host if it is not
         there. Nobody waits: look at `staged` until it is True, then dispatch. The bytes are those that were written
-        until now, in the order of the views. Raises StreamCapturing."""
+        until now, in the order of the views. Raises StreamCapturing, LeaseError."""
+        if not self._open:
+            raise self._outside()
         if self._arrival is None:
             self._order.check()
             self._arrival = self._order.to_host(self._data)
@@ -209,8 +215,11 @@ class Draft:
         column: the consumer's, or None for one that cannot read the pool (it gets the bytes inline). frames: the
         message's inline frames; what travels inline is appended. consumers: how many processes this draft goes
         to; uses: how often this consumer releases each tensor. Raises LeaseError, also for a consumer that was told
-        already, PoolClosed; for GPU memory NotStaged, StreamCapturing, LeaseNotReady: see `prepared`.
+        already and outside the draft's block, PoolClosed; for GPU memory NotStaged, StreamCapturing, LeaseNotReady: see
+        `prepared`.
         """
+        if not self._open:
+            raise self._outside()
         if self._lease is None or column is None or not self.views:  # no tensor: nobody would acknowledge
             payloads: list[Payload] = []
             for view, data in zip(self.views, self._inline(), strict=True):
@@ -237,6 +246,11 @@ class Draft:
             for (start, _), view in zip(self._places, self.views, strict=True)
         ]
 
+    def _outside(self) -> LeaseError:
+        """Its bytes may be somebody else's."""
+        slot, generation = self._lease.grant[:2] if self._lease is not None else (0, 0)
+        return LeaseError(slot, generation, "of a draft cannot be sent outside its block")
+
     def _inline(self) -> Iterator[Buffer]:
         """The bytes of each tensor, in memory that nobody writes again before they are sent."""
         if self._on_host:
@@ -255,8 +269,11 @@ class Draft:
 def _pack(layout: Layout) -> tuple[list[tuple[int, int]], int]:
     """Where each tensor lies, from byte to byte, and how many there are in all."""
     places, end = [], 0
-    for dtype, shape in layout:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        end = start + nbytes_of(dtype, shape)
-        places.append((start, end))
-    return places, end
+    try:
+        for dtype, shape in layout:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + nbytes_of(dtype, shape)
+            places.append((start, end))
+        return places, index(end)
+    except (TypeError, ValueError):  # of Python's, about whatever it was that could not be looked at
+        raise BadTensor(f"{layout!r:.200} is no layout; give the dtype and shape of each tensor") from None

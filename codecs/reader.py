@@ -14,16 +14,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
+from tensorferry.codecs.arguments import whole
 from tensorferry.codecs.errors import AttachRefused, BadTensor, LeaseNotReady, PeerGone, StaleLease
 from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.imported import Held, Imported
 from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.memory import Order
-from tensorferry.codecs.messages import Chunks, Confirmed, Inline, Payload, Proxy, Retired
-from tensorferry.codecs.pool.consumer import close_all
+from tensorferry.codecs.messages import LAST_NONCE, Chunks, Confirmed, Inline, Payload, Proxy, Retired
+from tensorferry.codecs.pool.consumer import check_taken, close_all
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.mail import Letter, ReleaseMail
-from tensorferry.codecs.pool.pool import new_nonce
+from tensorferry.codecs.pool.pool import MOST_DEVICES, new_nonce
 from tensorferry.codecs.tensors import View, dtype_of
 
 
@@ -38,9 +39,10 @@ class Reader:
         the pool lies elsewhere a view is a local copy. cache_handles: keep pools of CUDA IPC mapped; False maps them
         for each open and then waits for its stream.
         """
-        self.consumer = consumer or new_nonce()
+        self.consumer = whole("consumer", consumer or new_nonce(), 1, LAST_NONCE)
         self.stale = 0  #: proxies refused because their lease was over, or acknowledged here already
-        self._device, self._cache_handles = device, cache_handles
+        self._device = None if device is None else whole("device", device, 0, MOST_DEVICES)
+        self._cache_handles = cache_handles
         self._pools: dict[int, Imported] = {}
         self._mail: dict[int, ReleaseMail] = {}  #: by pool, also of those that were detached: they must be told
         self._idle: deque[Imported] = deque()  #: detached, and open no more: to be closed
@@ -102,9 +104,10 @@ class Reader:
         """Map a peer's pool; takes over the descriptors that came with the export.
 
         Returns what `Pool.admit` needs, with descriptors (ack page, this process, for an elastic pool the line) that
-        the caller closes once they are sent. Raises AttachRefused, where a GPU is used NoDriver or CudaError, NoFabric,
-        having closed everything.
+        the caller closes once they are sent. Raises AttachRefused, TypeError, where a GPU is used NoDriver or
+        CudaError, NoFabric, having closed everything.
         """
+        check_taken(export, Export, fds)
         attach = Imported.local if export.mail is None else Imported.by_mail
         imported, sent = attach(export, fds, self.consumer, self._device, self._cache_handles)
         with ExitStack() as undo:
@@ -147,6 +150,8 @@ class Reader:
 
         Raises as `open` does when it never will.
         """
+        if not isinstance(proxy, Proxy):
+            raise _no_payload(proxy)
         with self._lock():
             imported = self._living(proxy)
             imported.check(proxy)
@@ -197,11 +202,13 @@ class Reader:
 
         Safe at any time, also before the bytes are ready. Raises StaleLease when nothing is owed, PeerGone.
         """
-        if isinstance(payload, Proxy):
+        if not isinstance(payload, Inline):
             self._release(self._hold(payload))
 
     def _hold(self, proxy: Proxy) -> _Use:
         """Count one user of a living lease in; each must be counted out by `_release`."""
+        if not isinstance(proxy, Proxy):
+            raise _no_payload(proxy)
         with self._lock():
             try:
                 imported = self._living(proxy)
@@ -291,6 +298,10 @@ class Reader:
             raise BadTensor(f"slot {proxy.slot} of a pool with {imported.slots}")
         imported.check_living(proxy)
         return imported
+
+
+def _no_payload(given: object) -> TypeError:
+    return TypeError(f"{given!r} is no payload; give one that `dispatch` returned")
 
 
 @dataclass(slots=True)

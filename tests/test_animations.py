@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,17 @@ def test_a_picture_off_the_canvas_is_refused_before_memory_is_taken() -> None:
     second = webp.index(b"ANMF", webp.index(b"ANMF") + 1)
     webp[second + 14 : second + 20] = b"\xff\xff\0\xff\xff\0"
     assert "frame 1 reaches to " in problem_of(bytes(webp))
+
+
+@pytest.mark.parametrize("declared", [1, 2, 4, 2**31 - 1, 0])
+def test_a_png_of_other_than_the_declared_number_of_pictures_is_refused(declared: int) -> None:
+    data = bytearray(animated(drawn(3), "PNG"))
+    chunk = data.index(b"acTL")
+    data[chunk + 4 : chunk + 8] = struct.pack(">L", declared)
+    data[chunk + 12 : chunk + 16] = struct.pack(">L", zlib.crc32(data[chunk : chunk + 12]))
+    with pytest.raises(BadMedia, match=rf"declares {declared} pictures and has 3") as caught:
+        read(bytes(data))
+    assert str(caught.value).startswith("truncated: ") is (declared > 3)
 
 
 def test_what_is_no_animated_file_is_refused_by_name() -> None:

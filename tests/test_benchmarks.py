@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
@@ -22,13 +29,73 @@ from tensorferry.codecs import messages as wire
 
 ROOT = Path(__file__).parents[1]
 NBYTES = 64 << 10
+#: Ten times what the longest of them takes on two cores that have nothing else to do.
+SMOKE_S = 300.0
+END_S = 60.0
+pytestmark = pytest.mark.timeout(SMOKE_S + END_S)
+
+_KILLED = """if True:
+    import os, sys, tempfile, time
+    from pathlib import Path
+    from benchmarks.cpu import DEPLOYMENT, STAGES, _pid, running
+    from tensorferry.pipeline.runtime import Runtime
+    with running(Path(sys.argv[1]), DEPLOYMENT) as deployment:
+        up = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        print(*up, *(_pid(Runtime.of(deployment), stage) for stage in STAGES), flush=True)
+        sys.stdin.read()
+"""
+
+
+def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A benchmark, ended with all that it has started when it takes too long, its folders removed."""
+    # Not a folder of pytest's: its name leaves the addresses of sockets no room.
+    with (
+        TemporaryDirectory(prefix="smoke-") as folder,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            out, err = process.communicate(timeout=SMOKE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # stages end with their supervisor
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def test_a_deployment_ends_with_the_benchmark_that_started_it() -> None:
+    with (
+        TemporaryDirectory(prefix="smoke-") as folder,
+        subprocess.Popen(
+            [sys.executable, "-c", _KILLED, folder], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as benchmark,
+    ):
+        assert benchmark.stdout is not None
+        processes = [os.pidfd_open(int(pid)) for pid in benchmark.stdout.readline().split()]
+        try:
+            assert len(processes) == 4
+            benchmark.kill()
+            until = time.monotonic() + END_S
+            for process in processes:
+                assert select.select([process], [], [], max(0.0, until - time.monotonic()))[0]
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                os.close(process)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs_to_its_table(name: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "benchmarks.run", "--only", name, "--smoke", "--json", str(file)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = run(command)
     assert ran.returncode == 0, ran.stderr
     report = msgspec.json.decode(file.read_bytes(), type=Report)
     assert report.machine.cores > 0
@@ -48,7 +115,7 @@ def test_the_towers_benchmark_runs_to_its_tables(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "benchmarks.gpu_tower", "--smoke", "--json", str(file)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = run(command)
     assert ran.returncode == 0, ran.stderr
     outcomes = msgspec.json.decode(file.read_bytes(), type=list[Outcome])
     assert [outcome.name for outcome in outcomes] == ["16 of 64x64", "16 of 32x32", "64 of 16x16", "32 sizes"]
@@ -61,7 +128,7 @@ def test_the_towers_benchmark_runs_to_its_tables(tmp_path: Path) -> None:
 def test_the_attention_probe_runs_to_its_end() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     command = [sys.executable, "-m", "benchmarks.probes.attention", "--smoke"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ran = run(command)
     assert ran.returncode == 0, ran.stderr
     measured = {line[:48].strip() for line in ran.stdout.splitlines() if " ms" in line[48:]}
     assert {"dense, as torch chooses", "fc1 with gelu in it", "4 layers, 32 sizes, as it is"} <= measured
@@ -71,7 +138,7 @@ def test_the_encoders_benchmark_runs_to_its_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "benchmarks.gpu_encoder", "--smoke", "--json", str(file)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ran = run(command)
     assert ran.returncode == 0, ran.stderr
     outcome = msgspec.json.decode(file.read_bytes(), type=Outcome)
     assert [found.contender for found in outcome.measurements] == ["bare tower", "shm"]
@@ -117,7 +184,7 @@ def test_an_answer_tells_messages_apart(full: bool) -> None:
 
 def test_ours_do_not_import_torch() -> None:
     code = "import sys, benchmarks.pair; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=SMOKE_S).returncode == 0
     assert {"in place", "copied in", "inline"} <= OURS < CONTENDERS.keys()
 
 

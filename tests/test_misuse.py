@@ -11,17 +11,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tensorferry.codecs.errors import FerryError, LeaseError, LeasePoisoned, PoolClosed
+from tensorferry.codecs.errors import AttachRefused, BadTensor, FerryError, LeaseError, LeasePoisoned, PoolClosed
 from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.messages import Proxy
+from tensorferry.codecs.pool.export import Attachment
 from tensorferry.codecs.pool.ledger import Ledger
 from tensorferry.codecs.pool.pool import Lease, Pool
-from tensorferry.codecs.publisher import Publisher
+from tensorferry.codecs.publisher import Draft, Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
 
@@ -305,3 +307,133 @@ def test_an_interrupt_leaves_no_lock_held(shop: Shop) -> None:
     other.start()
     other.join(10)
     assert asked == [4]
+
+
+# --- arguments ------------------------------------------------------------------------------------------------
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"nbytes": "64"}, (TypeError, "nbytes='64'")),
+        ({"nbytes": 1.5}, (TypeError, "nbytes=1.5")),
+        ({"nbytes": None}, (TypeError, "nbytes=None")),
+        ({"slots": -5}, (ValueError, "slots=-5: from 1 to 1048576")),
+        ({"slots": 0}, (ValueError, "slots=0: from 1 to")),
+        ({"slots": (1 << 20) + 1}, (ValueError, "slots=1048577: from 1 to")),
+        ({"slots": "4"}, (TypeError, "slots='4'")),
+        ({"producer": -1}, (ValueError, "producer=-1: from 1 to")),
+        ({"producer": "x"}, (TypeError, "producer='x'")),
+        ({"device": "x"}, (TypeError, "device='x'")),
+        ({"device": -1}, (ValueError, "device=-1: from 0 to")),
+        ({"memory": "cuda_vmm", "chunk_nbytes": -1}, (ValueError, "chunk_nbytes=-1: from 1 to")),
+        ({"memory": "cuda_vmm", "idle_s": -1.0}, (ValueError, "idle_s=-1.0: 0 or more")),
+        ({"memory": "cuda_vmm", "grow_wait_s": "x"}, (TypeError, "grow_wait_s='x'")),
+    ],
+    ids=str,
+)
+def test_a_pool_checks_its_arguments_before_it_takes_anything(
+    arguments: dict[str, Any], problem: tuple[type[Exception], str]
+) -> None:
+    before = descriptors()
+    for _ in range(3):
+        with pytest.raises(problem[0], match=problem[1]):
+            Pool.create(**{"nbytes": 1 << 20, **arguments})
+    assert descriptors() == before
+
+
+def test_what_is_no_pool_or_device_is_refused_where_it_is_given(shop: Shop) -> None:
+    for pool in ("x", shop.reader, Pool):
+        with pytest.raises(TypeError, match=r"pool=.*: give a Pool, or None"):
+            Publisher(pool)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="device='x'"):
+        Reader(device="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="consumer=-1: from 1 to"):
+        Reader(-1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [None, 3, [("float32",)], [("float32", 3)], [("float32", None)], [3], [("float32", (1.5,))], [(["a"], (1,))],
+     [("float32", ("2",))]],
+    ids=str,
+)  # fmt: skip
+def test_a_layout_that_is_none_says_what_one_is(shop: Shop, layout: Any) -> None:
+    with pytest.raises(BadTensor, match=r"is no layout; give the dtype and shape of each tensor"):
+        shop.publisher.draft(layout)
+
+
+def test_extents_that_numpy_counted_are_whole_numbers(shop: Shop) -> None:
+    with shop.publisher.draft([("uint8", (np.int64(NBYTES),))]) as draft:  # type: ignore[list-item]
+        assert draft.nbytes == NBYTES
+
+
+@pytest.mark.parametrize("payload", [None, "proxy", b"", 3], ids=repr)
+def test_what_is_no_payload_is_refused_by_a_reader(shop: Shop, payload: Any) -> None:
+    for refuse in (
+        lambda: shop.reader.open(payload).__enter__(),
+        lambda: shop.reader.copy(payload, shop.publisher),  # type: ignore[arg-type]
+        lambda: shop.reader.acknowledge(payload),
+        lambda: shop.reader.is_ready(payload),
+    ):
+        with pytest.raises(TypeError, match="is no payload; give one that `dispatch` returned"):
+            refuse()
+
+
+@pytest.mark.parametrize("nbytes", [-1, -(1 << 40)])
+def test_a_lease_of_less_than_nothing_is_refused(shop: Shop, nbytes: int) -> None:
+    with pytest.raises(ValueError, match=f"nbytes={nbytes}: from 0 to"):
+        shop.pool.lease(nbytes)
+    with pytest.raises(TypeError, match="nbytes='1'"):
+        shop.pool.lease("1")  # type: ignore[arg-type]
+    assert shop.out() == 0
+
+
+def test_a_column_that_never_was_cannot_be_struck(shop: Shop) -> None:
+    for column in (99, shop.column + 1, -1):
+        with pytest.raises(ValueError, match=f"column={column}: from 0 to {shop.column}"):
+            shop.pool.strike(column)
+    with pytest.raises(TypeError, match="column=None"):
+        shop.pool.strike(None)  # type: ignore[arg-type]
+    shop.pool.strike(shop.column)
+    shop.pool.strike(shop.column)
+    assert shop.pool.statistics().struck_consumers == 1
+
+
+def test_attach_and_admit_refuse_what_is_none_and_close_what_they_were_given(shop: Shop) -> None:
+    before = descriptors()
+    for refuse in (shop.reader.attach, shop.pool.admit):
+        with pytest.raises(TypeError, match=r"None is no (Export|Attachment)"):
+            refuse(None, [os.dup(0)])  # type: ignore[arg-type]
+    export, fds = shop.pool.export()
+    for fd in fds:
+        os.close(fd)
+    for given in ([999, 998, 997], [os.dup(0), 998, os.dup(0)], [os.dup(0), -1], [-1]):
+        with pytest.raises(AttachRefused, match=r"descriptor (999|998|-1) is not open"):
+            Reader().attach(export, given)
+    attachment = Attachment(export.description.pool, 7)
+    with pytest.raises(AttachRefused, match="descriptor 998 is not open"):
+        shop.pool.admit(attachment, [os.dup(0), 998])
+    assert descriptors() == before
+
+
+def test_a_draft_gives_no_bytes_outside_its_block(shop: Shop) -> None:
+    """They are somebody else's by then."""
+
+    def check_refused(draft: Draft) -> None:
+        for outside in (partial(draft.dispatch, None, []), partial(draft.dispatch, shop.column, []), draft.stage):
+            with pytest.raises(LeaseError, match="outside its block"):
+                outside()
+
+    for publisher in (shop.publisher, Publisher(None)):
+        draft = publisher.publish(tensor(1))
+        check_refused(draft)
+        with draft:
+            draft.dispatch(None, [])
+        with publisher.publish(tensor(2)):
+            check_refused(draft)
+    assert shop.out() == 0

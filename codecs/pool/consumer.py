@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from fcntl import F_GETFD, fcntl
 from typing import NamedTuple, Self
 
 from tensorferry.codecs.errors import AttachRefused
@@ -74,6 +75,25 @@ class Consumer(NamedTuple):
                 undo.callback(os.close, self.pidfd)
             if self.line is not None:
                 undo.callback(self.line.close)
+
+
+def check_taken(what: object, kind: type, fds: Sequence[int]) -> None:
+    """Raise TypeError unless `what` is of a kind, and AttachRefused unless all descriptors that came with it, which are
+    taken over, are open; then all that are have been closed."""
+    shut = [fd for fd in fds if not _is_open(fd)]
+    if shut or not isinstance(what, kind):
+        close_all([fd for fd in fds if fd not in shut])
+        if not isinstance(what, kind):
+            raise TypeError(f"{what!r} is no {kind.__name__}")
+        raise AttachRefused(f"descriptor {shut[0]} is not open")
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        fcntl(fd, F_GETFD)
+    except (OSError, ValueError):  # ValueError: below 0
+        return False
+    return True
 
 
 def close_all(fds: Sequence[int]) -> None:

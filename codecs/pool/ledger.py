@@ -67,6 +67,11 @@ class Ledger:
     # --- what there is
 
     @property
+    def admitted(self) -> int:
+        """Columns ever given out, from 0 on."""
+        return self._admitted
+
+    @property
     def capacity_nbytes(self) -> int:
         return self._capacity
 

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from tensorferry.codecs.arguments import seconds, whole
 from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull, StaleLease
 from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_driver import HandleKind
@@ -25,8 +26,8 @@ from tensorferry.codecs.memory.cuda_vmm import CHUNK_NBYTES, VmmSegment
 from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.memory.memory import Bytes, Growing, Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
-from tensorferry.codecs.messages import Confirmed, PoolDescription, Released
-from tensorferry.codecs.pool.consumer import Consumer, close_all
+from tensorferry.codecs.messages import LAST_NONCE, MOST_SLOTS, Confirmed, PoolDescription, Released
+from tensorferry.codecs.pool.consumer import Consumer, check_taken, close_all
 from tensorferry.codecs.pool.control import ControlPage, await_stores
 from tensorferry.codecs.pool.export import Attachment, Export, positions_of
 from tensorferry.codecs.pool.growth import Growth
@@ -34,7 +35,9 @@ from tensorferry.codecs.pool.lease import Lease
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.mail import ChunkMail, Letter
 from tensorferry.codecs.pool.statistics import PoolStatistics
+from tensorferry.codecs.tensors import MAX_NBYTES
 
+MOST_DEVICES = 1023
 NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
 PoolMemory = Literal["host", "cuda_ipc", "cuda_vmm"]
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
@@ -101,14 +104,20 @@ class Pool:
         give it up. Of elastic pools: chunk_nbytes: at most, see `chunks.divided`; idle_s: after so long without a lease
         a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for a
         chunk at most; mail: share no pages with consumers, who then acknowledge by message (see `hear` and `letters`),
-        and hand chunks over by POSIX file descriptor or, across nodes, FABRIC handle. Raises ValueError, NoMemory;
-        where a GPU is used NoDriver or CudaError; BudgetTooSmall, NoFabric.
+        and hand chunks over by POSIX file descriptor or, across nodes, FABRIC handle. Raises TypeError or ValueError
+        before anything is taken; NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall, NoFabric.
         """
         if memory not in get_args(PoolMemory):
             raise ValueError(f"memory={memory!r}: a pool lies in one of {', '.join(get_args(PoolMemory))}")
         if mail is not None and memory != "cuda_vmm":
             raise ValueError(f"mail={mail!r} with memory={memory!r}: only cuda_vmm is acknowledged by message")
-        producer, pool = producer or new_nonce(), new_nonce()
+        nbytes = whole("nbytes", nbytes, -MAX_NBYTES, MAX_NBYTES)  # of none or less, the memory says what it needs
+        slots = whole("slots", slots, 1, MOST_SLOTS)
+        chunk_nbytes = whole("chunk_nbytes", chunk_nbytes, 1, MAX_NBYTES)
+        idle_s, grow_wait_s = seconds("idle_s", idle_s), seconds("grow_wait_s", grow_wait_s)
+        if device is not None:
+            device = whole("device", device, 0, MOST_DEVICES)
+        producer, pool = whole("producer", producer or new_nonce(), 1, LAST_NONCE), new_nonce()
         with ExitStack() as undo:
             segment: Memory
             growing: VmmSegment | None = None
@@ -158,8 +167,9 @@ class Pool:
 
         Of an elastic pool, its end of the line too; the chunks that there are, are in it when this returns. With `mail`
         there is no ack page, and a line only for descriptors; from another node nothing comes, and whoever knows of the
-        consumer's death must `strike` it. Returns the consumer's column. Raises AttachRefused.
+        consumer's death must `strike` it. Returns the consumer's column. Raises AttachRefused, TypeError.
         """
+        check_taken(attachment, Attachment, fds)
         if self.mail is None:
             consumer = Consumer.local(self.description, attachment, fds)
         else:
@@ -181,9 +191,11 @@ class Pool:
         """Write off a consumer that is proven dead; its leases need it no more. Of one on another node the proof is the
         word of that node's supervisor, which has seen its process end.
 
-        No-op for one that the pool has found dead by itself, as it does when it is short of space.
+        No-op for one that the pool has found dead by itself, as it does when it is short of space. Raises ValueError
+        for a column that `admit` never gave.
         """
         with self._lock():
+            column = whole("column", column, 0, self._ledger.admitted - 1)
             if column in self._consumers:
                 self._strike(column)
                 self._struck += 1
@@ -249,14 +261,16 @@ class Pool:
     # --- leases
 
     def lease(self, nbytes: int, *, patient: bool = True) -> Lease:
-        """A range of the pool to write into, for the length of a `with` block.
+        """A range of the pool to write into, for the length of a `with` block. Raises ValueError below 0 bytes.
 
-        Entering raises PoolFull when nothing can be had now; in an elastic pool below its budget, when no chunk came
-        within `grow_wait_s`, or at once with patient=False. The block's end settles the lease: dispatched, and it is
-        the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing may write to the range
-        after the block. In GPU memory: write on the stream that is current when the block begins, or `View.join`;
-        entering raises StreamCapturing too.
+        Entering raises PoolClosed, and PoolFull when nothing can be had now; in an elastic pool below its budget, when
+        no chunk came within `grow_wait_s`, or at once with patient=False. The block's end settles the lease:
+        dispatched, and it is the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing
+        may write to the range after the block. In GPU memory: write on the stream that is current when the block
+        begins, or `View.join`; entering raises StreamCapturing too.
         """
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = whole("nbytes", nbytes, 0, MAX_NBYTES)
         return Lease(self, nbytes, patient)
 
     def fits(self, sizes: Sequence[int]) -> bool:

@@ -23,7 +23,8 @@ def convert(recording: Recording, survey: Tally, selection: Selection, out: Path
 
     Raises OutputError, also where `out` is the trace itself."""
     _spare(recording, out)
-    write_whole(out, _own_lines(selection.of(recording.in_order(survey)), recording.folder, out.resolve().parent))
+    lines = _own_lines(selection.of(recording.in_order(survey)), recording.folder, out.resolve().parent)
+    write_whole(out, _some(recording, selection, lines))
 
 
 def cut(recording: Recording, selection: Selection, out: Path) -> Tally:
@@ -38,7 +39,7 @@ def cut(recording: Recording, selection: Selection, out: Path) -> Tally:
         raise TraceError(str(recording.path), None, problem)
     tally = Tally()
     elsewhere = out.resolve().parent != recording.folder
-    write_whole(out, _kept_lines(recording, selection, tally, elsewhere))
+    write_whole(out, _some(recording, selection, _kept_lines(recording, selection, tally, elsewhere)))
     return tally
 
 
@@ -46,6 +47,14 @@ def _spare(recording: Recording, out: Path) -> None:
     """Recordings cannot be made again."""
     if recording.holds(destination(out)):
         raise OutputError(str(out), "the trace itself, which would be lost; name another file")
+
+
+def _some(recording: Recording, selection: Selection, lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The same lines. Raises TraceError at their end, where no request was among them: that would be no trace."""
+    yield from lines
+    if not selection.kept:
+        problem = f"all of its {selection.left} requests lie outside the window or the share; widen them"
+        raise TraceError(str(recording.path), None, problem)
 
 
 def _own_lines(requests: Iterable[Request], source: Path, target: Path) -> Iterator[bytes]:

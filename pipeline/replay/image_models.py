@@ -23,13 +23,14 @@ from typing import Protocol
 
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.formats.columns import DELIMITERS, split
+from tensorferry.pipeline.replay.formats.table import READABLE
 from tensorferry.pipeline.replay.recording import Recording, Tally
 from tensorferry.pipeline.replay.request import MAX_PIXELS, MAX_SIDE, BrokenRow, Image
 from tensorferry.pipeline.replay.seeds import choose
 from tensorferry.pipeline.replay.sizes import SizeModel
 from tensorferry.pipeline.replay.values import number, whole
 
-_FIXED = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII)
+_FIXED = re.compile(r"(\d{1,100})x(\d{1,100})", re.ASCII)
 _COLUMNS = frozenset({"width", "height", "count"})
 _MAX_COUNT = 10**15
 _MAX_SIZES_NBYTES = 64 << 20
@@ -86,7 +87,16 @@ def _from_file(path: Path) -> Counter[Image]:
                 raise TraceError(str(path), None, problem)
             return _sizes(str(path), path.read_text("utf-8-sig", "replace"))
     images: Counter[Image] = Counter()
-    with closing(Recording(path).requests(Tally())) as requests:
+    try:
+        recording = Recording(path)
+    except TraceError as problem:
+        if READABLE not in problem.problem:
+            raise
+        problem_text = (
+            "not a trace that replay knows, and no list of sizes: a CSV file with the columns width and height"
+        )
+        raise TraceError(str(path), None, problem_text) from None
+    with closing(recording.requests(Tally())) as requests:
         for request in requests:
             images.update(image for image in request.images if image.width or image.tokens)
     if not images:

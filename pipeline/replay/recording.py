@@ -7,8 +7,8 @@ and which line.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -82,15 +82,14 @@ class Recording:
             chosen = keys
             self._make = lambda: LengthRows(chosen)
         else:
-            with closing(self._source.lines()) as lines:
-                texts = ((number, str(line, "utf-8", "surrogateescape")) for number, _, line in lines)
-                rows = ((number, text) for number, text in texts if text and not text.isspace())
-                self._make = recognise(str(path), list(islice(rows, HEAD_LINES)))
+            self._make = _recognised(path, self._source.files)
         form = self._make()
         self.name, self.wall, self.timed = form.name, form.wall, form.timed
         self.header = self._line(form.first_line - 1) if form.first_line > 1 else b""  #: of a CSV file
         if rate is not None and form.timed:
-            raise TraceError(str(path), None, f"a {form.name} trace has times of its own, so it takes no rate")
+            raise TraceError(
+                str(path), None, f"a trace of the format {form.name} has times of its own, so it takes no rate"
+            )
         self.rate = rate
         self._every_ns = None if rate is None else NS / rate
 
@@ -149,17 +148,23 @@ class Recording:
     def bounds_ns(self, window: Window, first_ns: int) -> tuple[int | None, int | None]:
         """A window on its own clock. Raises TraceError for dates where it has none."""
         if window.absolute and not self.wall:
-            problem = f"a {self.name} trace has no dates; give times from its start, such as 90s"
+            problem = f"a trace of the format {self.name} has no dates; give times from its start, such as 90s"
             raise TraceError(str(self.path), None, problem)
-        return window.bounds_ns(first_ns)
+        start_ns, end_ns = window.bounds_ns(first_ns)
+        if start_ns is not None and end_ns is not None and end_ns <= start_ns:
+            problem = f"--end, {self.time_text(end_ns)}, is not after --start, {self.time_text(start_ns)}"
+            raise TraceError(str(self.path), None, problem)
+        return start_ns, end_ns
 
     def survey(self) -> Tally:
-        """One pass from end to end. Raises TraceError where there is not a single row."""
+        """One pass from end to end. Raises TraceError where there is not a single row, or none that can be used."""
         tally = Tally()
         for _ in self.requests(tally):
             pass
         if not tally.read:
-            raise TraceError(str(self.path), None, f"a {self.name} trace without a single row")
+            raise TraceError(str(self.path), None, f"a trace of the format {self.name} without a single row")
+        if not tally.kept:
+            raise TraceError(str(self.path), None, nothing_usable(tally.read, tally.dropped, tally.named))
         return tally
 
     def in_order(self, survey: Tally) -> Generator[Request]:
@@ -251,6 +256,57 @@ class Recording:
         named = Drop(drop.line, drop.reason, self._source.place(drop.line) + drop.problem)
         tally.named.append(named)
         return named
+
+
+def nothing_usable(read: int, reasons: Mapping[str, int], drops: Sequence[Drop]) -> str:
+    """What to say of a trace of which no row is left: how many of each reason, and the first few."""
+    counted = ", ".join(f"{count} x {reason}" for reason, count in reasons.items())
+    named = "".join(f"; line {drop.line}: {drop.problem}" for drop in drops[:NAMED_PER_REASON] if drop.problem)
+    return f"none of its {read} rows can be used: {counted}{named}"
+
+
+def _recognised(path: Path, files: Sequence[Path]) -> Maker:
+    """The one format of all files; later ones may go on without a header. Raises TraceError, naming the file."""
+    found: tuple[Maker, Format, Path, str] | None = None
+    for file in files:
+        head = _head(file)
+        if len(files) > 1 and not file.stat().st_size:  # as the markers that writers of parts leave
+            continue
+        try:
+            make = recognise(str(file), head)
+        except TraceError:
+            if found is not None and _reads(found[0](), head):
+                continue
+            raise
+        form, first = make(), head[0][1].strip()
+        if found is None:
+            found = make, form, file, first
+            continue
+        _, other, before, header = found
+        if form.name != other.name:
+            problem = f"the format {form.name}, and {before} has {other.name}; a folder is one trace, of one format"
+            raise TraceError(str(file), None, problem)
+        if form.first_line > 1 and first != header:
+            raise TraceError(str(file), head[0][0], f"other columns than {before} has; a folder is one trace")
+    if found is None:
+        raise TraceError(str(path), None, "a folder of empty files")
+    return found[0]
+
+
+def _head(file: Path) -> list[tuple[int, str]]:
+    """The first lines of a file that are not blank, with their numbers."""
+    with closing(Source(file).lines()) as lines:
+        texts = ((number, str(line, "utf-8", "surrogateescape")) for number, _, line in lines)
+        return list(islice(((number, text) for number, text in texts if text and not text.isspace()), HEAD_LINES))
+
+
+def _reads(form: Format, head: Sequence[tuple[int, str]]) -> bool:
+    """Whether any of these lines is a row to a format."""
+    for number, text in head:
+        with suppress(BrokenRow):
+            form.parse(text.rstrip("\r\n"), number)
+            return True
+    return False
 
 
 def _notes(request: Request) -> list[str]:

@@ -148,7 +148,14 @@ def _files(path: Path) -> list[Path]:
             return [path]
         if not stat.S_ISDIR(mode):
             raise TraceError(str(path), None, "not a regular file; a trace is read twice, so it cannot be a pipe")
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        files = []
+        for file in sorted(path.rglob("*")):
+            if file.name.startswith(".") or file.is_dir():
+                continue
+            if not file.is_file():
+                problem = "neither a file nor a folder: a pipe, or a link to nothing; a folder is one trace, of files"
+                raise TraceError(str(file), None, problem)
+            files.append(file)
     if not files:
         raise TraceError(str(path), None, "a folder without a single file")
     return files

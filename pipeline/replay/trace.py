@@ -85,7 +85,7 @@ def load(
             else:
                 requests.append(request)
     if not tally.read:
-        raise TraceError(str(recording.path), None, f"a {recording.name} trace without a single row")
+        raise TraceError(str(recording.path), None, f"a trace of the format {recording.name} without a single row")
     if strict and tally.inversions:
         problem = f"earlier than the row before it, as {tally.inversions} rows are; without --strict they are sorted"
         raise TraceError(str(recording.path), tally.first_inversion, problem)

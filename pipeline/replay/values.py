@@ -83,7 +83,9 @@ def _checked(value: object, name: str) -> Number:
     if isinstance(value, Decimal) and not value.is_finite():
         raise BrokenRow("not_a_number", f"{name} is {value}, not a number")
     if value.adjusted() >= _MAX_DIGITS if isinstance(value, Decimal) else abs(value) >= _MAX_INT:
-        raise BrokenRow("out_of_range", f"{name} has more than {_MAX_DIGITS} digits")
+        spelt = str(value) if isinstance(value, Decimal) else f"{Decimal(value):.3E}"  # str of an int has a limit
+        problem = f"{name} is {spelt[:40]}; it may have {_MAX_DIGITS} digits before the point at most"
+        raise BrokenRow("out_of_range", problem)
     return value
 
 

@@ -121,7 +121,7 @@ def read_header(file: str, kind: Columns, cells: Sequence[str], delimiter: str, 
         if names.count(column.casefold()) > 1:
             raise TraceError(file, line, f"the column {column} is there twice")
         if column.casefold() not in names:
-            raise TraceError(file, line, f"no column {column}; a {kind.name} trace has {', '.join(kind.required)}")
+            raise TraceError(file, line, f"no column {column}; the format {kind.name} has {', '.join(kind.required)}")
     return ColumnRows(kind, cells, delimiter, line)
 
 

@@ -36,7 +36,11 @@ def keys_of(text: str) -> Keys:
 
     unit: s, ms, us, ns, or how many seconds one unit is. Raises ValueError with a sentence.
     """
-    given = dict(part.partition("=")[::2] for part in text.split(","))
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+        raise ValueError(f"{text!r} says {twice}= twice; give each name once")
     names = {name: given.pop(name) for name in ("time", "prompt", "output", "blocks", "session", "id") if name in given}
     unit, block_tokens = given.pop("unit", ""), given.pop("block_tokens", "16")
     if given or not all(names.values()):

@@ -19,9 +19,11 @@ _decode = msgspec.json.Decoder(float_hook=decimal).decode
 
 
 def json_object(line: str | bytes) -> dict[str, Any]:
-    """The object on one line. Raises BrokenRow (not_json)."""
+    """The object on one line. Raises BrokenRow: not_json, out_of_range."""
     try:
         value = _decode(line)
+    except msgspec.ValidationError:  # of an object that may hold anything: an integer that no int can be made of
+        raise BrokenRow("out_of_range", "a number of thousands of digits; times and counts have 19 at most") from None
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as problem:
         raise BrokenRow("not_json", f"not JSON: {problem}") from None
     if not isinstance(value, dict):

@@ -127,6 +127,8 @@ def _images(value: object) -> tuple[Image, ...]:
         if len(value) > MAX_IMAGES:
             raise BrokenRow("out_of_range", f"{len(value)} images; at most {MAX_IMAGES} can be sent")
         return tuple(_image(image, f"images[{index}]") for index, image in enumerate(value))
+    if isinstance(value, dict | str):
+        raise BrokenRow("not_a_number", f"images is {str(value)[:40]!r}; give a list of images, or how many there are")
     return (Image(),) * whole(value, "images", MAX_IMAGES)
 
 

@@ -125,11 +125,11 @@ def _read_png(view: memoryview, container: Container) -> Animation:
     if container.clear is not None:
         raise BadMedia("an animated PNG with a transparent colour is not accepted; an alpha channel or a palette is")
     pictures: list[_Picture] = []
-    position, default_is_first, animated = 8, False, False
+    position, default_is_first, declared = 8, False, None
     for _ in range(MAX_CHUNKS):  # as many as `read_png` has walked over
         nbytes, name = unpack_from(">L4s", view, position)
         if name == b"acTL":
-            animated = True
+            declared = int(unpack_from(">L", view, position + 8)[0])
         elif name == b"fcTL":
             _, width, height, left, top, numerator, denominator = unpack_from(">LLLLLHH", view, position + 8)
             _add(pictures, _Picture(left, top, width, height, 1000 * numerator // (denominator or 100)))
@@ -138,8 +138,11 @@ def _read_png(view: memoryview, container: Container) -> Animation:
         elif name == b"IEND":
             break
         position += 12 + nbytes
-    if not animated or not pictures:
+    if declared is None or declared == len(pictures) == 0:
         return _animation(container, [_still(container)])
+    if declared != len(pictures):
+        truncated = "truncated: " if declared > len(pictures) else ""
+        raise BadMedia(f"{truncated}the PNG declares {declared} pictures and has {len(pictures)}")
     whole = read_png(view, animated=True)
     return _animation(whole, pictures, skipped=0 if default_is_first else 1)
 
