@@ -73,6 +73,15 @@ def test_a_pipe_is_no_deployment_file(tmp_path: Path, command: str) -> None:
     assert (ran.returncode, "cannot be read: not a regular file" in ran.stderr) == (2, True), ran.stderr
 
 
+@pytest.mark.parametrize("out", ["file/x", "/proc/nowhere", "x" * 256])
+@pytest.mark.parametrize("command", ["replay", "sweep"])
+def test_a_folder_that_cannot_be_made_is_wrong_usage(tmp_path: Path, command: str, out: str) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, [command, str(TRACE), "--config", str(LOCAL), "--out", str(tmp_path / out)])
+    assert result.exit_code == 2
+    assert "Invalid value for --out: " in result.stderr.replace("'", "")
+
+
 @pytest.mark.parametrize("name", ["replay", "trace describe", "trace convert", "trace cut"])
 def test_the_documented_synopsis_has_every_option(name: str) -> None:
     command: click.Command = main
