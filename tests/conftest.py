@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import logging
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -24,6 +25,7 @@ from typing import Any, Self
 import msgspec
 import psutil
 import pytest
+import structlog
 from hypothesis import settings
 
 from tensorferry.codecs.memory import cuda_vmm
@@ -121,6 +123,15 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     if left := left_since(before):
         pytest.fail(f"left behind: {', '.join(left)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def logging_is_as_it_was() -> Iterator[None]:
+    """Commands that a test runs in this process set up logging for good."""
+    logger, last_resort = structlog.get_config(), logging.lastResort
+    yield
+    structlog.configure(**logger)
+    logging.lastResort = last_resort
 
 
 @pytest.fixture
