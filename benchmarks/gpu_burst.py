@@ -89,10 +89,10 @@ def measure() -> dict[str, Any]:
     with TemporaryDirectory(prefix="ferry-") as name, running(Path(name), DEPLOYMENT), cuda.context(0):
         folder = Path(name)
         replay(folder, trace((0, REQUESTS)))
-        time.sleep(IDLE_S + 1)
+        time.sleep(IDLE_S + 1)  # idleness is what is looked at: nobody tells when a chunk is given back
         with sampled(cuda) as samples:
             summary = replay(folder, trace((0, 1), (BURST_MS, REQUESTS), (LAST_MS, 1)))
-            time.sleep(IDLE_S + 1)
+            time.sleep(IDLE_S + 1)  # the end of the curve
     least = min(mib for _, mib in samples)
     return {"requests": summary["requests"], "samples": [(round(s, 3), mib - least) for s, mib in samples]}
 

@@ -135,7 +135,7 @@ def command(
             settings = (*settings, "telemetry.log_level=warning")  # a line per request and stage drowns the progress
         deployment, settings = load_to_run(file, settings)
     if out is not None:
-        _make_folder(out)
+        make_folder(out)
     try:
         sizes = image_model(model, seed)
     except ValueError as problem:
@@ -207,7 +207,7 @@ def _says_log_level(settings: Sequence[str]) -> bool:
     return any(setting.partition("=")[0].strip() == "telemetry.log_level" for setting in settings)
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
     """Before the run, so that a typing error does not cost its report."""
     try:
         out.mkdir(parents=True, exist_ok=True)

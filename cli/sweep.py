@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tensorferry.cli.compare import print_comparison, write_comparison
 from tensorferry.cli.config import load_deployment
-from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.replay import PLAIN_WIDTH, make_folder
 from tensorferry.cli.tracefile import trace_argument
 from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
 from tensorferry.pipeline.replay.folder import read_run
@@ -105,7 +105,8 @@ def command(
         raise click.BadParameter(str(problem), ctx, param_hint="--set") from None
     for version in versions:
         load_deployment(file, version.settings)  # all of them are sound before the first one runs
-    if out.exists() and any(out.iterdir()):
+    make_folder(out)
+    if any(out.iterdir()):
         raise click.BadParameter(f"{out} is not empty", ctx, param_hint="--out")
     statuses: list[int] = []
     turns = list(itertools.product(range(1, repeat + 1), versions))

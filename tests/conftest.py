@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import logging
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -24,6 +25,7 @@ from typing import Any, Self
 import msgspec
 import psutil
 import pytest
+import structlog
 from hypothesis import settings
 
 from tensorferry.codecs.memory import cuda_vmm
@@ -33,7 +35,6 @@ from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline.replay.gauges import Sample
-from tensorferry.pipeline.replay.html import charts
 from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
 from tensorferry.pipeline.replay.report import write_report
 from tensorferry.pipeline.replay.request import Request
@@ -73,8 +74,9 @@ class Belongings:
         descriptors: Counter[str] = Counter()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the listing's own
-                if int(name) != tracker._fd:
-                    descriptors[os.readlink(f"/proc/self/fd/{name}")] += 1
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if int(name) != tracker._fd and not target.endswith(".ttf"):  # matplotlib keeps the fonts it has used
+                    descriptors[target] += 1
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         memfds = Counter(line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line)
         children = psutil.Process().children(recursive=True)
@@ -121,6 +123,15 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     if left := left_since(before):
         pytest.fail(f"left behind: {', '.join(left)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def logging_is_as_it_was() -> Iterator[None]:
+    """Commands that a test runs in this process set up logging for good."""
+    logger, last_resort = structlog.get_config(), logging.lastResort
+    yield
+    structlog.configure(**logger)
+    logging.lastResort = last_resort
 
 
 @pytest.fixture
@@ -386,9 +397,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def plots() -> None:
-    """matplotlib, which opens its fonts once and keeps them."""
+    """For tests that draw."""
     pytest.importorskip("matplotlib", reason="pip install 'tensorferry[report]'")
-    charts.svg("first", lambda axes: None)
 
 
 MakeRun = Callable[..., Path]

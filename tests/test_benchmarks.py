@@ -69,6 +69,19 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def test_what_a_late_benchmark_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SMOKE_S", 0.5)
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    really = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **more: really(*args, **more, pass_fds=[write]))
+    with pytest.raises(subprocess.TimeoutExpired):
+        run(["sh", "-c", "sleep 1000 & wait"])
+    os.close(write)
+    assert select.select([read], [], [], END_S)[0]  # its end: nobody has the other side any more
+    os.close(read)
+
+
 def test_a_deployment_ends_with_the_benchmark_that_started_it() -> None:
     with (
         TemporaryDirectory(prefix="smoke-") as folder,

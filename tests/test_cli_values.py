@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -70,3 +71,26 @@ def test_a_pipe_is_no_deployment_file(tmp_path: Path, command: str) -> None:
         timeout=60,
     )
     assert (ran.returncode, "cannot be read: not a regular file" in ran.stderr) == (2, True), ran.stderr
+
+
+@pytest.mark.parametrize("out", ["file/x", "/proc/nowhere", "x" * 256])
+@pytest.mark.parametrize("command", ["replay", "sweep"])
+def test_a_folder_that_cannot_be_made_is_wrong_usage(tmp_path: Path, command: str, out: str) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, [command, str(TRACE), "--config", str(LOCAL), "--out", str(tmp_path / out)])
+    assert result.exit_code == 2
+    assert "Invalid value for --out: " in result.stderr.replace("'", "")
+
+
+@pytest.mark.parametrize("name", ["replay", "trace describe", "trace convert", "trace cut"])
+def test_the_documented_synopsis_has_every_option(name: str) -> None:
+    command: click.Command = main
+    for part in name.split():
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), part)
+        assert found is not None
+        command = found
+    synopses = (ROOT / "docs" / "traces.md").read_text().split("```")[1::2]
+    synopsis = next(text for text in synopses if f"tensorferry {name} " in text)
+    options = {param.opts[0] for param in command.params if isinstance(param, click.Option)}
+    assert {option for option in options if option not in synopsis} == set()

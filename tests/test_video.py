@@ -347,5 +347,5 @@ async def test_a_video_through_a_whole_deployment(tmp_path: Path, short_path: Pa
         assert (bad.failure.kind, bad.failure.item) == ("BadItem", 0)
         assert "frame 8: " in bad.failure.problem
         for video in (Video([]), Video(clip.frames, fps=0.0), Video(clip.frames, fps=float("nan"))):
-            with pytest.raises(BadRequest, match="a video of"):
+            with pytest.raises(BadRequest, match="a video "):
                 client.submit_nowait([video])

@@ -30,7 +30,10 @@ Activation = Literal[
 
 
 class Vision(msgspec.Struct, kw_only=True, dict=True):
-    """What is common to all families: `contradictions`, and what an adapter must know of any tower."""
+    """What is common to all families: `contradictions`, and what an adapter must know of any tower.
+
+    Every family says all of it. The bodies here are never run: a Struct's metaclass is not that of an abstract class.
+    """
 
     model_types: ClassVar[tuple[str, ...]]  #: what `model_type` in a checkpoint's config.json may be
 

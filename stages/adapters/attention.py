@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import library
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
@@ -52,7 +53,7 @@ def takes_unequal(device: torch.device, dtype: torch.dtype, head_width: int) -> 
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@torch.library.custom_op("tensorferry::attend_unequal", mutates_args=())
+@library.custom_op("tensorferry::attend_unequal", mutates_args=())
 def _attend_unequal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_on_host: torch.Tensor, longest: int
 ) -> torch.Tensor:
