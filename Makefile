@@ -24,13 +24,14 @@ check: $(STAMP)  ## ruff, format, mypy, import-linter
 	$(BIN)/lint-imports
 
 test: check  ## check, then every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 bench: $(STAMP)  ## the floors of docs/performance.md, measured here
 	$(BIN)/python -m benchmarks.run
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device; those for peers need two
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -n 6 -m "gpu and not alone" tests/gpu
+	$(BIN)/python -m pytest -m "gpu and alone" tests/gpu
 
 bench-gpu: $(STAMP)  ## hand-overs in GPU memory, measured here; PEER=DIR: beside the incumbent's, unpacked there
 	$(BIN)/python -m benchmarks.gpu_handoff $(if $(PEER),--peer $(PEER))

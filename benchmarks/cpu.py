@@ -34,6 +34,8 @@ runtime_dir: {folder}/run
 model: {{adapter: "benchmarks.plugins:NoAdapter"}}
 tokenizer: {{workers: 1, processor: "benchmarks.plugins:NoProcessor"}}
 encoder: {{ranks: 1}}
+pool: {{budget_mb: 256}}
+embeddings_pool: {{budget_mb: 64}}
 scheduler: {{groups: 1, tp_size: 1}}
 """
 

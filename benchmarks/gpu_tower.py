@@ -65,7 +65,7 @@ class Size:
 
 
 GPU = Size(rounds=4, seconds=0.5, options={"dtype": "bfloat16"}, shrink=1)
-SMOKE = Size(rounds=1, seconds=0, options={"dtype": "float32", "tiny": True}, shrink=4)
+SMOKE = Size(rounds=1, seconds=0, options={"dtype": "float32", "tiny": True}, shrink=16)
 
 
 def _unequal(layer: Any, hidden: torch.Tensor, angles: Angles, stretches: Stretches) -> torch.Tensor:

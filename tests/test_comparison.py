@@ -24,7 +24,7 @@ from tensorferry.pipeline.replay import bootstrap
 from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
 
 MakeRun = Callable[..., Path]
-LOCAL = Path(__file__).parent.parent / "configs" / "local.yaml"
+LOCAL = Path(__file__).parent.parent / "configs" / "local-fingerprint.yaml"
 TRACE = Path(__file__).parent / "data" / "traces" / "servegen.jsonl"
 
 

@@ -31,6 +31,8 @@ name: hostile
 transport: shm
 runtime_dir: {directory}
 model: {{adapter: fingerprint}}
+pool: {{budget_mb: 16}}
+embeddings_pool: {{budget_mb: 16}}
 timeouts: {{heartbeat_s: 0.2, quarantine_s: 10.0}}
 telemetry: {{log_level: error, log_format: json}}
 """

@@ -154,6 +154,8 @@ name: record-test
 transport: shm
 runtime_dir: {runtime}/run
 model: {{adapter: fingerprint}}
+pool: {{budget_mb: 16}}
+embeddings_pool: {{budget_mb: 16}}
 tokenizer: {{workers: 2}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: 20.0}}
 telemetry: {{log_level: error}}

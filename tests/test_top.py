@@ -78,6 +78,8 @@ name: top-test
 transport: shm
 runtime_dir: {runtime}/run
 model: {{adapter: fingerprint}}
+pool: {{budget_mb: 16}}
+embeddings_pool: {{budget_mb: 16}}
 encoder: {{cache_mb: 16}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: 20.0}}
 telemetry: {{log_level: error, prometheus_port: {port}}}

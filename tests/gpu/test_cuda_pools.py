@@ -571,6 +571,7 @@ def test_l12_a_consumer_killed_in_the_middle_of_its_reads(
     until(lambda: pool.reclaim() and not pool.statistics().lent_slots)
 
 
+@pytest.mark.alone
 def test_l12_a_producer_killed_in_the_middle_of_its_writes(
     torch: Any, gpu_peer: Peer, connect_to: Any, until: Any, options: dict[str, Any]
 ) -> None:
@@ -592,6 +593,7 @@ def test_l12_a_producer_killed_in_the_middle_of_its_writes(
     until(lambda: torch.cuda.mem_get_info()[0] >= free_before)
 
 
+@pytest.mark.alone
 def test_hbm_is_back_at_its_start_value(torch: Any, gpu_peer: Peer, connect: Connect, until: Any) -> None:
     gpu_peer.ask("start")
     with Pool.create(MIB, 8, memory="cuda_ipc") as small:  # contexts and local memory of both are there

@@ -33,6 +33,7 @@ MS = 2_000_000  #: cycles of a millisecond at most; H200: 1.98 GHz
 Peer = Any
 Connect = Callable[[Pool, Peer], int]
 encode = msgspec.msgpack.encode
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture

@@ -189,6 +189,7 @@ def test_equal_pixels_have_equal_hashes_and_tensors_on_the_gpu(torch: Any) -> No
 # --- deployments ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("hbm_comes_back")
 @pytest.mark.parametrize(
     ("budget_mb", "settings"),
@@ -278,6 +279,7 @@ async def test_l10_an_encoder_on_a_peer_gpu_stages_locally(
         await all_leases_back(client)
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("hbm_comes_back")
 @pytest.mark.parametrize(
     ("tokenizer", "encoder", "scheduler", "budget_mb"),
@@ -317,6 +319,7 @@ async def test_patch_vit_encodes_on_the_gpu(deploy: Callable[..., tuple[Deployme
         await all_leases_back(client)
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("hbm_comes_back")
 @pytest.mark.parametrize("victim", ["tokenizer", "encoder", "scheduler"])
 @pytest.mark.parametrize(
