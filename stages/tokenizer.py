@@ -28,7 +28,7 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
+from tensorferry.pipeline.stage import FLUSH_S, PoolShare, Stage, opened
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.dispatch import Dispatch
 from tensorferry.stages.load import Load, Overload
@@ -66,8 +66,7 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         embedding_form(deployment.model),
     )
     async with opened(deployment, "tokenizer", rank, share) as stage:
-        door = FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)
-        stage.channels.callback(door.close, LINGER_S)
+        door = stage.front_door()
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
         recorder = None
         if deployment.telemetry.record is not None:
