@@ -162,7 +162,7 @@ class FrontDoor:
         self._link = Link(router, address)
         _tell_of_denials(self._link, on_denied)
         self._link.bind(path)
-        self._intake = Intake(self._link, limits, on_refused, routed=True)
+        self._intake = Intake(self._link, limits, on_refused, routed=True, named=curve is not None)
 
     def receive_nowait(self) -> Received | None:
         """As Inbox's."""

@@ -96,6 +96,7 @@ class LimitsSpec(Spec, frozen=True):
     in_flight_mb: Positive = (
         2048  #: MiB; the same: of their messages and pixel tensors. One request alone may have more
     )
+    client_requests_per_s: Positive | None = None  #: of each client, at each worker; beyond it `busy`. None: any number
     item_pixels: Positive = 40_000_000  #: width x height of one image, from its header
     item_mb: Positive = 64  #: MiB of one encoded image
     request_mb: Positive = 512  #: MiB of one request's message, and of its pixel tensors

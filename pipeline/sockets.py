@@ -47,6 +47,7 @@ class Received(NamedTuple):
     message: Message
     frames: Sequence[Buffer]
     peer: bytes = b""  #: which client: what `FrontDoor.send_nowait` takes
+    client: str = ""  #: the name that the gate knows its key by; empty where there are no keys
 
 
 class Denial(NamedTuple):
@@ -330,10 +331,17 @@ class Intake:
     """The receiving half of a channel: bounded batches, limits, and a home for what is not a message."""
 
     def __init__(
-        self, link: Link, limits: Limits, on_refused: Callable[[BadMessage], None], *, routed: bool = False
+        self,
+        link: Link,
+        limits: Limits,
+        on_refused: Callable[[BadMessage], None],
+        *,
+        routed: bool = False,
+        named: bool = False,
     ) -> None:
         self._link, self._limits, self._on_refused = link, limits, on_refused
         self._routed = routed  # the first frame says which client
+        self._named = named  # the gate has said who it is
         self._taken_in_a_row = 0
 
     def receive_nowait(self) -> Received | None:
@@ -372,10 +380,12 @@ class Intake:
         taken = self._link.receive(self._limits.frames + 1 + self._routed)
         if not taken:
             return None
-        peer = b""
+        peer, client = b"", ""
+        if self._named:
+            client = str(taken[-1].get("User-Id"))
         if self._routed:
             peer, taken = taken[0].bytes, taken[1:]
-        return Received(*decode([frame.buffer for frame in taken], self._limits), peer)
+        return Received(*decode([frame.buffer for frame in taken], self._limits), peer, client)
 
 
 def _bytes_of(buffer: Buffer) -> Any:

@@ -91,6 +91,7 @@ async def test_whom_the_gate_knows_is_heard_and_answered(context: Context, addre
     async with asyncio.timeout(PATIENCE_S):
         received = await door.receive()
         assert bytes(received.frames[0]) == b"bytes"
+        assert received.client == "ann"
         door.send_nowait(received.peer, wire.Drained(wire.Origin("tokenizer", 0, 2)))
         assert isinstance((await ann.receive()).message, wire.Drained)
     assert denied == []
