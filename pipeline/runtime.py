@@ -267,7 +267,7 @@ _LONGEST_BASE_NBYTES = PATH_NBYTES - LONGEST_NAME_NBYTES - 2 * HASH_NBYTES - len
 def _default_base(environ: Mapping[str, str]) -> Path:
     # A shell made by su, cron or a container lacks the variable, and must find the same deployment all the same.
     xdg = Path(environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
-    fallback = Path(f"/tmp/tensorferry-{os.getuid()}")
+    fallback = Path(f"/tmp/tensorferry-{os.getuid()}")  # noqa: S108 - `prepare` checks whose it is
     base = xdg / "tensorferry"
     # XDG Base Directory Specification: relative paths are invalid. Under sudo it may be another user's.
     if not xdg.is_absolute() or len(os.fsencode(base)) > _LONGEST_BASE_NBYTES or not _is_text(base):

@@ -135,7 +135,7 @@ def denial(event: int, value: int) -> Denial:
         return Denial("its deployment does not know this key", True)
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         return Denial("one side has keys and the other has none", True)
-    return Denial("it hung up in the handshake, as one does whose key is not the one that was expected", False)
+    return Denial("it hung up in the handshake, as one does whose key is another, or who has none", False)
 
 
 class Link:
