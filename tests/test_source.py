@@ -26,7 +26,7 @@ PRODUCT = (
 PICKLING = {"benchmarks/rivals.py", "benchmarks/gpu_rival.py"}
 
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "joblib", "xmlrpc"}
-CALLS = {"eval", "exec", "compile", "__import__"}  # the built-in ones; `re.compile` is a method
+NAMES = {"eval", "exec", "__import__"}
 METHODS = {
     "recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "load_all", "unsafe_load_all", "read_pickle", "to_pickle",
     "run_path", "run_module", "system", "popen", "getoutput", "getstatusoutput", "create_subprocess_shell",
@@ -56,8 +56,10 @@ def offences(code: str) -> Iterator[str]:
                 found = {name.name.partition(".")[0] for name in names} & MODULES
             case ast.ImportFrom(module=str(module)):
                 found = {module.partition(".")[0]} & MODULES
-            case ast.Call(func=ast.Name(id=name)):
-                found = {name} & CALLS
+            case ast.Call(func=ast.Name(id="compile")):  # the built-in one; `re.compile` is a method
+                found = {"compile"}
+            case ast.Name(id=name):
+                found = {name} & NAMES
             case ast.Attribute(value=ast.Name(id=module), attr=name) if (module, name) in NAMED:
                 found = {f"{module}.{name}"}
             case ast.Attribute(attr=name):
@@ -75,7 +77,7 @@ def offences(code: str) -> Iterator[str]:
     "code",
     [
         "import pickle", "from pickle import loads", "import os, marshal", "from dill.session import x", "eval(x)",
-        "exec(x)", "compile(x, '', 'exec')", "__import__(x)", "socket.recv_pyobj()", "yaml.load(x)", "f = yaml.load",
+        "x = [exec]", "compile(x, '', 'exec')", "__import__(x)", "socket.recv_pyobj()", "yaml.load(x)", "f = yaml.load",
         "yaml.unsafe_load(x)", "torch.load(x)", "np.load(x)", "f(allow_pickle=True)", "m(trust_remote_code=t)",
         "subprocess.run(x, shell=True)", "os.system(x)", "asyncio.create_subprocess_shell(x)", "request.urlopen(x)",
     ],
