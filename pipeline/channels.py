@@ -8,7 +8,9 @@
 | `Dealer`    | DEALER, connected        | one client <-> one tokenizer      | queued, delivered when it comes    |
 
 What bounds memory: a sender queues up to its `high_water`; a receiver takes all that comes, since with a mark of
-its own ZeroMQ loses messages (see `sockets.py`), so the limits on requests in flight must bound what peers send.
+its own ZeroMQ loses messages (see `sockets.py`), so the limits on requests in flight must bound what peers send. A door
+on a network trusts nobody to keep to these, and has a mark: of a client that leaves the last words may be lost, and its
+requests then end for want of somebody who hears the answer.
 A queue is full, then, where a peer is stopped, dead or not there yet, or for the moment after a long burst.
 Addresses are ipc, or TCP: that of another interface than loopback with keys alone (`curve`). Make, use and close a
 channel in its loop's thread, before its context ends.
@@ -42,6 +44,7 @@ from tensorferry.pipeline.sockets import (
 __all__ = ["Dealer", "FrontDoor", "Inbox", "Outbox", "Received", "check_address", "open_context"]
 
 HIGH_WATER = 1000  #: messages that may wait for one peer, beside what the kernel holds
+UNREAD = 64  #: messages of one client on a network that are held before they are taken
 
 
 class Inbox:
@@ -157,7 +160,10 @@ class FrontDoor:
     ) -> None:
         """As an Inbox. high_water: messages that may wait here for each client."""
         self.address, path = address, check_address(address, bound=True, curve=curve is not None)
-        router = open_socket(context, zmq.ROUTER, high_water=high_water, limits=limits, curve=curve)
+        unread = UNREAD if path is None else 0
+        router = open_socket(
+            context, zmq.ROUTER, high_water=high_water, receive_water=unread, limits=limits, curve=curve
+        )
         router.set(zmq.ROUTER_MANDATORY, 1)  # otherwise what cannot be delivered vanishes without a word
         self._link = Link(router, address)
         _tell_of_denials(self._link, on_denied)

@@ -104,10 +104,12 @@ def open_socket(
     kind: int,
     *,
     high_water: int = 1,
+    receive_water: int = 0,
     limits: Limits | None = None,
     curve: CurveServer | CurveClient | None = None,
 ) -> zmq.Socket[bytes]:
-    """high_water: messages that may wait for a peer to take them. limits: a frame over them is not even read.
+    """high_water: messages that may wait for a peer to take them. receive_water: those of each peer that are read
+    before they are taken; 0: all that come. limits: a frame over them is not even read.
 
     curve: its keys, if it is to have some.
     """
@@ -119,7 +121,7 @@ def open_socket(
     made.sndhwm = high_water
     # Receivers take whatever comes. At a mark of its own ZeroMQ stops reading, and when the sender then closes
     # it drops what the kernel still holds (libzmq#4660; seen: 1,300 of 5,000 messages after a clean flush).
-    made.rcvhwm = 0
+    made.rcvhwm = receive_water
     made.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     made.set(zmq.RECONNECT_IVL_MAX, 1000)
     if limits is not None:

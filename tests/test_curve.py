@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, DeploymentError
 from tensorferry.codecs.frames import Limits, encode
-from tensorferry.pipeline.channels import Context, Dealer, FrontDoor, Inbox, Outbox, open_context
+from tensorferry.pipeline.channels import HIGH_WATER, UNREAD, Context, Dealer, FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, load, port_offset, ranks_of
 from tensorferry.pipeline.gate import Gate
@@ -31,6 +31,8 @@ from tensorferry.pipeline.stage import inboxes
 from tensorferry.pipeline.supervisor import Supervisor
 
 PATIENCE_S = 10.0
+FLOOD_NBYTES = 32 << 10
+TCP_BUFFERS = Path("/proc/sys/net/ipv4")
 LIMITS = Limits(frames=8, header_nbytes=1 << 16, inline_nbytes=1 << 20)
 ROCKET = Path(__file__).parents[1] / "examples" / "images" / "rocket.jpg"
 
@@ -174,6 +176,27 @@ async def test_a_context_has_one_gate(context: Context) -> None:
     with pytest.raises(DeploymentError, match="has a gate already"):
         Gate(context, KEYS, lambda: None)
     gate.close()
+
+
+async def test_a_client_that_floods_a_door_on_a_network_fills_its_own_queue(context: Context, address: str) -> None:
+    """What nobody has taken yet is bounded at the door, by the kernel, and then at the sender."""
+    door = FrontDoor(context, address, LIMITS, _never)
+    eve = dealer(context, address, None, [])
+    kernel_nbytes = sum(int(TCP_BUFFERS.joinpath(name).read_text().split()[2]) for name in ("tcp_wmem", "tcp_rmem"))
+    most = HIGH_WATER + 2 * UNREAD + 2 * kernel_nbytes // FLOOD_NBYTES
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent <= most:
+            async with asyncio.timeout(0.5):
+                await eve.writable()
+            eve.send_nowait(wire.Drain(wire.Origin("client", 0, 1)), [bytes(FLOOD_NBYTES)])
+            sent += 1
+    assert HIGH_WATER <= sent <= most
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(sent):  # and nothing is lost of one that stays
+            await door.receive()
+    eve.close()
+    door.close()
 
 
 async def test_b24_a_port_in_use_is_refused_not_stolen(context: Context, address: str) -> None:
