@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle  # noqa: TID251  (the attack, not the code)
 import socket
+import struct
 import tempfile
 import time
 import urllib.request
@@ -32,6 +33,7 @@ from tensorferry.pipeline.supervisor import Supervisor
 
 PATIENCE_S = 10.0
 FLOOD_NBYTES = 32 << 10
+LISTENING = Path("/proc/net/tcp")
 TCP_BUFFERS = Path("/proc/sys/net/ipv4")
 LIMITS = Limits(frames=8, header_nbytes=1 << 16, inline_nbytes=1 << 20)
 ROCKET = Path(__file__).parents[1] / "examples" / "images" / "rocket.jpg"
@@ -264,6 +266,13 @@ def denied(deployment: Deployment) -> int:
     return int(total)
 
 
+def listening() -> set[tuple[str, int]]:
+    """Where anybody listens on IPv4. Source: proc_net_tcp(5); 0A is the state, addresses in host order."""
+    rows = [line.split() for line in LISTENING.read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {(socket.inet_ntoa(struct.pack("=I", int(host, 16))), int(port, 16)) for host, port in local}
+
+
 class Bomb:
     """Touches a file when it is unpickled."""
 
@@ -295,6 +304,8 @@ async def test_b28_a_deployment_on_a_network_answers_those_it_knows_and_no_one_e
 
         await good()
         assert denied(deployment) == 0
+        ports = {int(address.rpartition(":")[2]) for address in addresses}
+        assert {host for host, port in listening() if port in ports} == {"0.0.0.0"}
         with zmq.Context() as attacker, contextlib.ExitStack() as sockets:
             for address in addresses:
                 for curve in (None, CurveClient(EVE, client_of(deployment)), CurveClient(EVE, EVE.public)):

@@ -120,3 +120,11 @@ def test_no_secret_key_lies_in_the_repository() -> None:
     files += [path for path in ROOT.iterdir() if path.is_file()]
     assert SECRET.search(b'secret-key = "' + b"x" * 40 + b'"')
     assert not [path for path in files if SECRET.search(path.read_bytes())]
+
+
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    named = set(re.findall(r"\btest_\w+", (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
+    tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+    found = set(tests).union(*(re.findall(r"def (test_\w+)", text) for text in tests.values()))
+    assert len(named) > 20
+    assert not named - found
