@@ -27,6 +27,7 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, PeerGone
 from tensorferry.codecs.frames import Buffer, Limits, encode
 from tensorferry.codecs.messages import Message
+from tensorferry.pipeline.endpoint import TCP
 from tensorferry.pipeline.keys import CurveClient, CurveServer
 from tensorferry.pipeline.sockets import (
     HANDSHAKE_FAILURES,
@@ -64,7 +65,7 @@ class Inbox:
 
         limits: a frame over them is not even read (its sender is disconnected); a message over them is dropped.
         on_refused: called for each dropped message. curve: only who has a key that the context's `Gate` knows comes in.
-        on_denied: called on the running loop for each connection that failed before the gate was asked.
+        on_denied: called on the running loop for each connection by TCP that failed before the gate was asked.
         """
         self.address, path = address, check_address(address, bound=True, curve=curve is not None)
         self._link = Link(open_socket(context, zmq.PULL, limits=limits, curve=curve), address)
@@ -223,7 +224,7 @@ class Dealer:
     ) -> None:
         """As an Outbox and an Inbox; the tokenizer need not be there yet.
 
-        on_denied: called on the running loop for each handshake that failed, with the gate's word too.
+        on_denied: called on the running loop for each handshake over TCP that failed, by the gate's word too.
         """
         check_address(address)
         self.address, self.peer = address, peer
@@ -265,7 +266,8 @@ class Dealer:
 
 
 def _tell_of_denials(link: Link, told: Callable[[Denial], None] | None, also: int = 0) -> None:
-    """Whom the gate turns away it has counted itself, so that events of that kind are left out but where asked for."""
-    if told is not None:
+    """Of sockets on a network. Whom the gate turns away it has counted itself, so that events of that kind are left out
+    but where asked for."""
+    if told is not None and link.address.startswith(TCP):
         events = HANDSHAKE_FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | also
         link.on_events(events, lambda event, value: told(denial(event, value)))

@@ -72,7 +72,7 @@ class Client:
         self._deployment, self._limits = deployment, limits
         self._doors = doors
         self._requests: dict[bytes, _Request] = {}
-        self._directory = Runtime.of(deployment).directory
+        self._runtime = Runtime.of(deployment)
         self._changed = asyncio.Event()
 
     @classmethod
@@ -325,7 +325,9 @@ class Client:
                 for sent in list(self._requests.values()):
                     self._lose(sent, "Denied", f"does not let this client in: {self._doors[0].denied}")
             silent_s = min(door.asked for door in self._doors) * timeouts.heartbeat_s
-            if silent_s > timeouts.start_s or (silent_s > timeouts.quarantine_s and not self._directory.exists()):
+            here = self._runtime.network is None  # else its folder may be on another machine
+            stopped = here and silent_s > timeouts.quarantine_s and not self._runtime.directory.exists()
+            if silent_s > timeouts.start_s or stopped:
                 for sent in list(self._requests.values()):
                     self._lose(sent, "PeerGone", "does not answer; the deployment may have stopped")
 

@@ -23,7 +23,15 @@ from tensorferry.codecs.errors import BadMessage, DeploymentError
 from tensorferry.codecs.frames import Limits, encode
 from tensorferry.pipeline.channels import HIGH_WATER, UNREAD, Context, Dealer, FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, load, port_offset, ranks_of
+from tensorferry.pipeline.config import (
+    Deployment,
+    NetworkSpec,
+    SecuritySpec,
+    TimeoutsSpec,
+    load,
+    port_offset,
+    ranks_of,
+)
 from tensorferry.pipeline.gate import Gate
 from tensorferry.pipeline.keys import DOOR, INBOX, CurveClient, KeyPair, ServerKeys, add_client, make_keys
 from tensorferry.pipeline.runtime import Runtime
@@ -221,6 +229,54 @@ async def test_b25_ipv6_is_spoken(context: Context) -> None:
         channel.close()
 
 
+# --- a client, and a door that changes its keys ------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def tokenizer(address: str, keys: ServerKeys) -> AsyncIterator[None]:
+    """A door that says it is ready, and answers no request."""
+    origin = wire.Origin("tokenizer", 0, 1)
+    members = wire.Members(origin, True, (wire.Member("tokenizer", 0, 1, "ready"),))
+
+    async def greet(door: FrontDoor) -> None:
+        async for received in door:
+            if isinstance(received.message, wire.Hello):
+                door.send_nowait(received.peer, members)
+
+    with open_context() as context, contextlib.closing(Gate(context, keys, lambda: None)):
+        door = FrontDoor(context, address, LIMITS, _never, curve=keys.bound(DOOR))
+        greeting = asyncio.create_task(greet(door))
+        try:
+            yield
+        finally:
+            door.close()
+            await greeting
+
+
+async def test_what_is_in_flight_fails_at_once_when_the_keys_are_others_from_now_on(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "other")
+    deployment = Deployment(
+        name="curve",
+        network=NetworkSpec(bind="127.0.0.1", port=free_ports(1)),
+        security=SecuritySpec(keys=str(tmp_path / "keys")),
+        timeouts=TimeoutsSpec(heartbeat_s=0.05, quarantine_s=30.0),
+    )
+    address = Runtime.of(deployment).front_door(0)
+    async with contextlib.AsyncExitStack() as undo:
+        async with tokenizer(address, ServerKeys.read(tmp_path / "keys")):
+            client = await undo.enter_async_context(Client.connect(deployment, timeout_s=PATIENCE_S))
+            asked = client.submit_nowait(["x"], deadline_s=60.0)
+        async with tokenizer(address, ServerKeys.read(tmp_path / "other")), asyncio.timeout(PATIENCE_S):
+            outcome = await asked
+            assert isinstance(outcome, wire.Failed)
+            assert outcome.failure.kind == "Denied"
+            assert outcome.failure.retryable
+            assert "the deployment does not let this client in: tokenizer-0 at tcp" in outcome.failure.problem
+            with pytest.raises(DeploymentError, match="does not let this client in"):
+                await client.refresh()
+
+
 # --- a deployment on a network ------------------------------------------------------------------------------------
 
 
@@ -231,6 +287,7 @@ runtime_dir: {folder}/run
 model: {{adapter: fingerprint}}
 network: {{bind: 0.0.0.0, advertise: 127.0.0.1, port: {port}, inboxes: tcp}}
 security: {{keys: {folder}/keys}}
+limits: {{client_requests_per_s: 20}}
 timeouts: {{heartbeat_s: 0.2, quarantine_s: 10.0}}
 telemetry: {{log_level: error, log_format: json, prometheus_port: {metrics}}}
 """
@@ -327,7 +384,10 @@ async def test_b28_a_deployment_on_a_network_answers_those_it_knows_and_no_one_e
         await good()
         assert {member.state for member in await client.refresh()} == {"ready"}
         await _others_are_told(folder, deployment)
-        await good()
+        outcomes = await asyncio.gather(*(client.submit(["x"]) for _ in range(60)))
+        busy = [outcome for outcome in outcomes if isinstance(outcome, wire.Busy)]
+        assert 0 < len(busy) < 60
+        assert all("limits.client_requests_per_s" in one.reason and 0 < one.retry_ms <= 1000 for one in busy)
     assert not sentinel.exists()
 
 
