@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help replay check test test-gpu bench bench-gpu chaos protocol clean
+.PHONY: help replay check audit test test-gpu bench bench-gpu chaos protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -16,12 +16,23 @@ $(STAMP): pyproject.toml constraints.txt
 replay: $(STAMP)  ## replay the bundled trace through a whole deployment and print a table
 	$(BIN)/tensorferry replay examples/traces/servegen.jsonl --config configs/local.yaml --speed 0.5
 
-check: $(STAMP)  ## ruff, format, mypy, import-linter
+# Keys of known kinds and words such as `password =`. Not by entropy: content hashes and test vectors are random too.
+SECRETS := $(BIN)/detect-secrets-hook --no-verify --disable-plugin HexHighEntropyString \
+	--disable-plugin Base64HighEntropyString
+
+check: $(STAMP)  ## ruff, format, mypy, import-linter, secrets, consistent dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks
 	$(BIN)/lint-imports
+	$(BIN)/python -m pip check
+	find .ci *.* Makefile benchmarks cli codecs configs docs examples pipeline stages tests -type f \
+		-not -path '*/__pycache__/*' -print0 | xargs -0 $(SECRETS)
+
+audit: $(STAMP)  ## known vulnerabilities of what is installed, asked of PyPI
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[audit]'
+	$(BIN)/pip-audit --strict --skip-editable
 
 test: check  ## check, then every test
 	$(BIN)/python -m pytest -n 3

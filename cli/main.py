@@ -31,6 +31,7 @@ COMMANDS = {
     "start": "Run one stage process of a deployment.",
     "submit": "Send one request to a running deployment.",
     "doctor": "Say which transports would work here, and why others would not.",
+    "keys": "Make the keys of a deployment on a network, and of its clients.",
     "config": "Check a deployment file, or show it with every default.",
 }
 

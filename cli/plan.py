@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.replay import PLAIN_WIDTH, Sizer, speed_option
-from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_options
+from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_options
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.replay.folder import Run, read_run
@@ -57,6 +57,7 @@ _BAR = 40
 @reading_options
 @window_options
 @click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
+@media_option
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with the plot too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -75,6 +76,7 @@ def command(
     start: Moment | None,
     end: Moment | None,
     limit: int | None,
+    media_roots: tuple[Path, ...],
     html: Path | None,
     as_json: bool,
 ) -> None:
@@ -101,7 +103,7 @@ def command(
         raise click.BadParameter("a plan needs times, and max has none", ctx, param_hint="--speed")
     else:
         stations = _stations(deployment, processing_ms, encoding_ms)
-        arrivals = _arrivals(recording, deployment, speed, Window(start, end), limit, seed)
+        arrivals = _arrivals(recording, deployment, speed, Window(start, end), limit, seed, media_roots)
         visits = given(
             list(arrivals),
             stations,
@@ -187,13 +189,20 @@ def _stations(deployment: Deployment, processing_ms: float, encoding_ms: float) 
 
 
 def _arrivals(
-    recording: Recording, deployment: Deployment, speed: Speed, window: Window, limit: int | None, seed: int
+    recording: Recording,
+    deployment: Deployment,
+    speed: Speed,
+    window: Window,
+    limit: int | None,
+    seed: int,
+    roots: Sequence[Path],
 ) -> Iterator[Arrival]:
     """What a replay would send, as far as pools are concerned."""
     trace = load(recording, window=window, limit=limit)
     processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
     model = image_model("modserve", seed)
-    prepared = prepare(trace, load_photos(None), Sizer(processor), TokenSource(1, (), seed), seed=seed, model=model)
+    sizer, tokens = Sizer(processor), TokenSource(1, (), seed)
+    prepared = prepare(trace, load_photos(None), sizer, tokens, seed=seed, model=model, roots=roots)
     sizes: dict[int, tuple[int, int]] = {}  # by identity: equal images are one object
     for one in prepared.requests:
         for image in one.images:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.report import write_pages
-from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
+from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client import Client
@@ -90,6 +90,7 @@ speed_option = click.option(
 )
 @click.option("--strict", is_flag=True, help="Refuse rows out of order; fail where sending fell behind its schedule.")
 @click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
+@media_option
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.html and the numbers behind it."
@@ -114,6 +115,7 @@ def command(
     sessions: Mode | None,
     strict: bool,
     dry_run: bool,
+    media_roots: tuple[Path, ...],
     images: Path | None,
     out: Path | None,
     attach: bool,
@@ -161,7 +163,10 @@ def command(
     )
     stderr = Console(stderr=True)
     with preparing(stderr) as progress:
-        prepared = prepare(recorded, load_photos(images), sizer, tokens, seed=seed, model=sizes, progress=progress)
+        photos = load_photos(images)
+        prepared = prepare(
+            recorded, photos, sizer, tokens, seed=seed, model=sizes, progress=progress, roots=media_roots
+        )
     replay = Replay(
         prepared.requests,
         tokens,

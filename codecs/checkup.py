@@ -42,7 +42,7 @@ def _host(host: HostFacts, in_domain: bool) -> Iterator[Check]:
     )
     yield Check("available memory", True, _size(host.available_nbytes), "what all host pools together must fit in")
     yield Check(
-        "/dev/shm",
+        "/dev/shm",  # noqa: S108 - its name, not a file in it
         host.shm_nbytes is not None and host.shm_nbytes >= SHM_NBYTES,
         "not mounted" if host.shm_nbytes is None else _size(host.shm_nbytes),
         "tensorferry does not use it, but engines do: --shm-size=1g or more",

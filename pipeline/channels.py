@@ -8,9 +8,12 @@
 | `Dealer`    | DEALER, connected        | one client <-> one tokenizer      | queued, delivered when it comes    |
 
 What bounds memory: a sender queues up to its `high_water`; a receiver takes all that comes, since with a mark of
-its own ZeroMQ loses messages (see `sockets.py`), so the limits on requests in flight must bound what peers send.
+its own ZeroMQ loses messages (see `sockets.py`), so the limits on requests in flight must bound what peers send. A door
+on a network trusts nobody to keep to these, and has a mark: of a client that leaves the last words may be lost, and its
+requests then end for want of somebody who hears the answer.
 A queue is full, then, where a peer is stopped, dead or not there yet, or for the moment after a long burst.
-Addresses are ipc only, for now. Make, use and close a channel in its loop's thread, before its context ends.
+Addresses are ipc, or TCP: that of another interface than loopback with keys alone (`curve`). Make, use and close a
+channel in its loop's thread, before its context ends.
 """
 
 from __future__ import annotations
@@ -24,11 +27,25 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, PeerGone
 from tensorferry.codecs.frames import Buffer, Limits, encode
 from tensorferry.codecs.messages import Message
-from tensorferry.pipeline.sockets import Context, Intake, Link, Received, check_address, open_context, open_socket
+from tensorferry.pipeline.endpoint import TCP
+from tensorferry.pipeline.keys import CurveClient, CurveServer
+from tensorferry.pipeline.sockets import (
+    HANDSHAKE_FAILURES,
+    Context,
+    Denial,
+    Intake,
+    Link,
+    Received,
+    check_address,
+    denial,
+    open_context,
+    open_socket,
+)
 
 __all__ = ["Dealer", "FrontDoor", "Inbox", "Outbox", "Received", "check_address", "open_context"]
 
 HIGH_WATER = 1000  #: messages that may wait for one peer, beside what the kernel holds
+UNREAD = 64  #: messages of one client on a network that are held before they are taken
 
 
 class Inbox:
@@ -40,14 +57,19 @@ class Inbox:
         address: str,
         limits: Limits,
         on_refused: Callable[[BadMessage], None],
+        *,
+        curve: CurveServer | None = None,
+        on_denied: Callable[[Denial], None] | None = None,
     ) -> None:
         """Bind. Raises DeploymentError when the address is refused or taken.
 
         limits: a frame over them is not even read (its sender is disconnected); a message over them is dropped.
-        on_refused: called for each dropped message.
+        on_refused: called for each dropped message. curve: only who has a key that the context's `Gate` knows comes in.
+        on_denied: called on the running loop for each connection by TCP that failed before the gate was asked.
         """
-        self.address, path = address, check_address(address)
-        self._link = Link(open_socket(context, zmq.PULL, limits=limits), address)
+        self.address, path = address, check_address(address, bound=True, curve=curve is not None)
+        self._link = Link(open_socket(context, zmq.PULL, limits=limits, curve=curve), address)
+        _tell_of_denials(self._link, on_denied)
         self._link.bind(path)
         self._intake = Intake(self._link, limits, on_refused)
 
@@ -80,14 +102,17 @@ class Outbox:
         peer: str,
         high_water: int = HIGH_WATER,
         on_break: Callable[[], None] | None = None,
+        *,
+        curve: CurveClient | None = None,
     ) -> None:
         """peer: its name, for errors. high_water: messages that may wait here for the peer to take them.
 
-        on_break: called on the running loop whenever the connection breaks; most often the peer has died.
+        on_break: called on the running loop whenever the connection breaks; most often the peer has died. curve: the
+        keys, for an inbox that has some.
         """
         check_address(address)
         self.address, self.peer = address, peer
-        self._link = Link(open_socket(context, zmq.PUSH, high_water=high_water), address)
+        self._link = Link(open_socket(context, zmq.PUSH, high_water=high_water, curve=curve), address)
         if on_break is not None:
             self._link.on_break(on_break)
         self._link.connect()
@@ -130,14 +155,21 @@ class FrontDoor:
         limits: Limits,
         on_refused: Callable[[BadMessage], None],
         high_water: int = HIGH_WATER,
+        *,
+        curve: CurveServer | None = None,
+        on_denied: Callable[[Denial], None] | None = None,
     ) -> None:
         """As an Inbox. high_water: messages that may wait here for each client."""
-        self.address, path = address, check_address(address)
-        router = open_socket(context, zmq.ROUTER, high_water=high_water, limits=limits)
+        self.address, path = address, check_address(address, bound=True, curve=curve is not None)
+        unread = UNREAD if path is None else 0
+        router = open_socket(
+            context, zmq.ROUTER, high_water=high_water, receive_water=unread, limits=limits, curve=curve
+        )
         router.set(zmq.ROUTER_MANDATORY, 1)  # otherwise what cannot be delivered vanishes without a word
         self._link = Link(router, address)
+        _tell_of_denials(self._link, on_denied)
         self._link.bind(path)
-        self._intake = Intake(self._link, limits, on_refused, routed=True)
+        self._intake = Intake(self._link, limits, on_refused, routed=True, named=curve is not None)
 
     def receive_nowait(self) -> Received | None:
         """As Inbox's."""
@@ -186,11 +218,19 @@ class Dealer:
         limits: Limits,
         on_refused: Callable[[BadMessage], None],
         high_water: int = HIGH_WATER,
+        *,
+        curve: CurveClient | None = None,
+        on_denied: Callable[[Denial], None] | None = None,
     ) -> None:
-        """As an Outbox and an Inbox; the tokenizer need not be there yet."""
+        """As an Outbox and an Inbox; the tokenizer need not be there yet.
+
+        on_denied: called on the running loop for each handshake over TCP that failed, by the gate's word too.
+        """
         check_address(address)
         self.address, self.peer = address, peer
-        self._link = Link(open_socket(context, zmq.DEALER, high_water=high_water, limits=limits), address)
+        made = open_socket(context, zmq.DEALER, high_water=high_water, limits=limits, curve=curve)
+        self._link = Link(made, address)
+        _tell_of_denials(self._link, on_denied, also=zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._link.connect()
         self._intake = Intake(self._link, limits, on_refused)
 
@@ -223,3 +263,11 @@ class Dealer:
     def close(self, linger_s: float = 0.0) -> None:
         """As Outbox's."""
         self._link.close(linger_s)
+
+
+def _tell_of_denials(link: Link, told: Callable[[Denial], None] | None, also: int = 0) -> None:
+    """Of sockets on a network. Whom the gate turns away it has counted itself, so that events of that kind are left out
+    but where asked for."""
+    if told is not None and link.address.startswith(TCP):
+        events = HANDSHAKE_FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | also
+        link.on_events(events, lambda event, value: told(denial(event, value)))

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import structlog
@@ -21,8 +22,10 @@ from tensorferry.codecs.frames import Buffer, Limits, decode, encode
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels import Dealer, open_context
 from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.keys import client_keys
 from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.sockets import Denial
 
 log = structlog.get_logger()
 
@@ -30,6 +33,7 @@ log = structlog.get_logger()
 Outcome = wire.Result | wire.Failed | wire.Busy
 
 RETRY_MS = 100  #: before a request is offered again that nobody takes now
+MOST_DENIALS = 3  #: handshakes in a row that a front door hung up in, before its key is taken for another
 SLACK_S = 2.0  #: beyond a request's deadline, for its outcome to come
 
 
@@ -41,6 +45,8 @@ class _Door:
     dealer: Dealer
     members: wire.Members | None = None
     asked: int = 0  #: greetings since it last answered
+    denials: int = 0  #: handshakes that failed since then
+    denied: str = ""  #: why it lets nobody in with the keys we have
     open: set[bytes] = field(default_factory=set)  #: requests it owns
 
     @property
@@ -66,7 +72,7 @@ class Client:
         self._deployment, self._limits = deployment, limits
         self._doors = doors
         self._requests: dict[bytes, _Request] = {}
-        self._directory = Runtime.of(deployment).directory
+        self._runtime = Runtime.of(deployment)
         self._changed = asyncio.Event()
 
     @classmethod
@@ -76,22 +82,33 @@ class Client:
     ) -> AsyncIterator[Client]:
         """A client of a running deployment, once every stage of it is ready.
 
-        Raises DeploymentError, naming who is missing, after timeout_s. wait=False: for a look at a deployment as it is:
-        once all tokenizers have answered, ready or not, or after timeout_s.
+        Raises DeploymentError, naming who is missing, after timeout_s; at once where keys do not open a front door.
+        wait=False: for a look at a deployment as it is: once all tokenizers have answered, ready or not, or after
+        timeout_s.
         """
         runtime = Runtime.of(deployment)
-        if not runtime.directory.exists():
-            raise DeploymentError(f"deployment {deployment.name!r} is not running; start it with `tensorferry up`")
-        runtime.prepare()  # an address is believed only in a folder that is ours alone
+        if runtime.network is None:
+            if not runtime.directory.exists():
+                raise DeploymentError(f"deployment {deployment.name!r} is not running; start it with `tensorferry up`")
+            runtime.prepare()  # an address is believed only in a folder that is ours alone
+        curve = None if deployment.security.keys is None else client_keys(deployment.security.keys)
         limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
         async with AsyncExitStack() as undo:
             context = undo.enter_context(open_context())
-            doors = []
+            doors: list[_Door] = []
+            client = cls(deployment, doors, limits)
             for rank in range(deployment.tokenizer.workers):
-                dealer = Dealer(context, runtime.front_door(rank), f"tokenizer-{rank}", limits, _refused)
+                dealer = Dealer(
+                    context,
+                    runtime.front_door(rank),
+                    f"tokenizer-{rank}",
+                    limits,
+                    _refused,
+                    curve=curve,
+                    on_denied=partial(client._denied, rank),
+                )
                 undo.callback(dealer.close)
                 doors.append(_Door(rank, dealer))
-            client = cls(deployment, doors, limits)
             # Not a task group: what the caller's block raises is to reach the caller as it is.
             tasks = [asyncio.create_task(client._listen(door)) for door in doors]
             tasks.append(asyncio.create_task(client._watch()))
@@ -106,7 +123,8 @@ class Client:
                 for request in list(client._requests):
                     client.cancel(request)
                 for door in doors:
-                    client._say(door, wire.Drained(client._origin))
+                    if not door.denied:
+                        client._say(door, wire.Drained(client._origin))
                     await door.dealer.flush(1.0)
                 for task in tasks:
                     task.cancel()
@@ -179,7 +197,7 @@ class Client:
 
     def _send(self, sent: _Request) -> None:
         """Hand it to a tokenizer that answers, and of these to the one that has least. Raises PeerBusy."""
-        door = min(self._doors, key=lambda door: (door.asked > 2, not door.ready, len(door.open)))
+        door = min(self._doors, key=lambda door: (bool(door.denied), door.asked > 2, not door.ready, len(door.open)))
         door.dealer.send_nowait(sent.submit, sent.frames)
         sent.door = door
         door.open.add(sent.submit.request)
@@ -212,7 +230,7 @@ class Client:
         return [found[key] for key in sorted(found)]
 
     async def refresh(self, timeout_s: float = 5.0) -> list[wire.Member]:
-        """`members`, asked for now. Raises TimeoutError."""
+        """`members`, asked for now. Raises TimeoutError, and DeploymentError where keys open no front door."""
         before = [door.members for door in self._doors]
         for door in self._doors:
             self._greet(door)
@@ -234,13 +252,34 @@ class Client:
             ) from None
 
     def _missing(self) -> str:
-        silent = [f"tokenizer-{door.rank} does not answer" for door in self._doors if door.members is None]
+        silent = [
+            door.denied or f"tokenizer-{door.rank} does not answer" for door in self._doors if door.members is None
+        ]
         waiting = [f"{m.stage}-{m.rank} is {m.state}" for m in self.members() if m.state != "ready"]
         return ", ".join(silent + waiting) or "its tokenizers wait for each other"
 
     async def _change(self) -> None:
+        """Raises DeploymentError where waiting is of no use: our keys open no front door."""
+        self._check_denied()
         self._changed.clear()
         await self._changed.wait()
+        self._check_denied()
+
+    def _check_denied(self) -> None:
+        if all(door.denied for door in self._doors):
+            raise DeploymentError(
+                f"deployment {self._deployment.name!r} does not let this client in: {self._doors[0].denied}"
+            )
+
+    def _denied(self, rank: int, denial: Denial) -> None:
+        """A handshake failed. One that hung up may have been about to end: that is believed when it is said again."""
+        door = self._doors[rank]
+        door.denials += 1
+        if not door.denied and (denial.final or door.denials >= MOST_DENIALS):
+            door.denied = f"{door.dealer.peer} at {door.dealer.address}: {denial.reason} (see security.keys)"
+            self._lost(door)
+            door.members = None
+            self._changed.set()
 
     # --- the sockets
 
@@ -253,6 +292,7 @@ class Client:
         match message:
             case wire.Members() as members:
                 former, door.members, door.asked = door.members, members, 0
+                door.denials, door.denied = 0, ""
                 if former is not None and former.origin.epoch != members.origin.epoch:
                     self._lost(door)
                 self._changed.set()
@@ -281,8 +321,13 @@ class Client:
             now = asyncio.get_running_loop().time()
             for sent in [sent for sent in self._requests.values() if now > sent.until + SLACK_S]:
                 self._lose(sent, "DeadlineExceeded", "gave no outcome within the deadline")
+            if all(door.denied for door in self._doors):
+                for sent in list(self._requests.values()):
+                    self._lose(sent, "Denied", f"does not let this client in: {self._doors[0].denied}")
             silent_s = min(door.asked for door in self._doors) * timeouts.heartbeat_s
-            if silent_s > timeouts.start_s or (silent_s > timeouts.quarantine_s and not self._directory.exists()):
+            here = self._runtime.network is None  # else its folder may be on another machine
+            stopped = here and silent_s > timeouts.quarantine_s and not self._runtime.directory.exists()
+            if silent_s > timeouts.start_s or stopped:
                 for sent in list(self._requests.values()):
                     self._lose(sent, "PeerGone", "does not answer; the deployment may have stopped")
 

@@ -16,6 +16,7 @@ from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.transport import GPU_TRANSPORTS, not_yet
 from tensorferry.pipeline.document import OVERRIDE, Document, Keys
+from tensorferry.pipeline.endpoint import is_loopback, is_wildcard, listening_host, reachable_host
 from tensorferry.pipeline.migration import Tell, migrated
 from tensorferry.pipeline.yamlfile import apply_overrides, emit, read
 
@@ -95,12 +96,26 @@ class LimitsSpec(Spec, frozen=True):
     in_flight_mb: Positive = (
         2048  #: MiB; the same: of their messages and pixel tensors. One request alone may have more
     )
+    client_requests_per_s: Positive | None = None  #: of each client, at each worker; beyond it `busy`. None: any number
     item_pixels: Positive = 40_000_000  #: width x height of one image, from its header
     item_mb: Positive = 64  #: MiB of one encoded image
     request_mb: Positive = 512  #: MiB of one request's message, and of its pixel tensors
     request_items: Annotated[int, Meta(ge=1, le=4096)] = 256  #: a message has 4097 frames at most
     request_tokens: Positive = 1_000_000
     request_timeout_s: Seconds = 120.0  #: at most what a client may ask for
+
+
+class NetworkSpec(Spec, frozen=True):
+    """Sockets beyond the runtime directory, where `bind` is set; wider than loopback with `security.keys` alone."""
+
+    bind: str | None = None  #: the interface at which front doors listen; None: clients are on this machine, by ipc
+    advertise: str | None = None  #: what clients connect to; None: the same as `bind`
+    port: Annotated[int, Meta(ge=1, le=65535)] = 7700  #: of tokenizer 0's front door; +1 per worker, then the inboxes
+    inboxes: Literal["ipc", "tcp"] = "ipc"  #: where messages between stages travel
+
+
+class SecuritySpec(Spec, frozen=True):
+    keys: str | None = None  #: a folder of `tensorferry keys new`: CURVE on all sockets of `network`
 
 
 class TimeoutsSpec(Spec, frozen=True):
@@ -140,6 +155,8 @@ class Deployment(Spec, frozen=True):
     pool: PoolSpec = PoolSpec()
     embeddings_pool: EmbeddingsPoolSpec = EmbeddingsPoolSpec()
     limits: LimitsSpec = LimitsSpec()
+    network: NetworkSpec = NetworkSpec()
+    security: SecuritySpec = SecuritySpec()
     timeouts: TimeoutsSpec = TimeoutsSpec()
     restarts: RestartsSpec = RestartsSpec()
     telemetry: TelemetrySpec = TelemetrySpec()
@@ -181,6 +198,25 @@ def load(
             ("tokenizer", "options"),
         )
     return deployment
+
+
+def ranks_of(deployment: Deployment) -> dict[str, int]:
+    """How many processes each stage has."""
+    return {
+        "tokenizer": deployment.tokenizer.workers,
+        "encoder": deployment.encoder.ranks,
+        "scheduler": deployment.scheduler.groups * deployment.scheduler.tp_size,
+    }
+
+
+def port_offset(deployment: Deployment, stage: str, rank: int) -> int:
+    """The number of a process among all of its deployment: tokenizers come first. Ports are counted by it."""
+    offset = rank
+    for earlier, ranks in ranks_of(deployment).items():
+        if earlier == stage:
+            break
+        offset += ranks
+    return offset
 
 
 def device_of(deployment: Deployment, stage: str, rank: int) -> int | None:
@@ -285,12 +321,67 @@ def _contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
             f"false, beside transport: {d.transport}; use shm, cpu or auto, or leave gpus away",
             [("gpus",), ("transport",)],
         )
+    yield from _network_contradictions(d)
     port, processes = d.telemetry.prometheus_port, _processes(d)
     if port is not None and port + processes - 1 > 65535:
         yield (
             f"{port} and one port more for each of {processes} processes goes beyond 65535; use {65536 - processes} "
             "or less",
             [("telemetry", "prometheus_port")],
+        )
+
+
+def _network_contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
+    network, keys = d.network, d.security.keys
+    bind_key: Keys = ("network", "bind")
+    if network.bind is None:
+        for problem, key in (
+            (keys is not None, ("security", "keys")),
+            (network.advertise is not None, ("network", "advertise")),
+            (network.inboxes != "ipc", ("network", "inboxes")),
+        ):
+            if problem:
+                said = keys if key[0] == "security" else getattr(network, key[1])
+                yield (
+                    f"{said} is for sockets on a network, and there are none without network.bind; set that too",
+                    [key],
+                )
+        return
+    try:
+        host = listening_host(network.bind)
+    except ValueError as problem:
+        yield str(problem), [bind_key]
+        return
+    try:
+        reachable_host(network.advertise if network.advertise is not None else network.bind)
+    except ValueError as problem:
+        if network.advertise is not None or not is_wildcard(host):
+            yield str(problem), [("network", "advertise"), bind_key]
+        else:
+            yield (
+                f"{network.bind} is every interface, and clients need one address; set network.advertise to a name or "
+                "address that they reach",
+                [bind_key],
+            )
+    if keys is None and not is_loopback(host):
+        yield (
+            f"{network.bind} can be reached from other machines, and nothing says who may connect; run `tensorferry "
+            "keys new DIR` and set security.keys: DIR, or bind to 127.0.0.1",
+            [bind_key],
+        )
+    ports = d.tokenizer.workers + (_processes(d) if network.inboxes == "tcp" else 0)
+    last = network.port + ports - 1
+    if last > 65535:
+        yield (
+            f"{network.port} and the {ports} sockets from there on go beyond 65535; use {65536 - ports} or less",
+            [("network", "port")],
+        )
+    metrics = d.telemetry.prometheus_port
+    if metrics is not None and network.port <= metrics + _processes(d) - 1 and metrics <= last:
+        yield (
+            f"{network.port} to {last} meet the ports of metrics, which start at telemetry.prometheus_port, {metrics}; "
+            "move one of them",
+            [("network", "port"), ("telemetry", "prometheus_port")],
         )
 
 
@@ -303,7 +394,7 @@ def _bad_name(name: str) -> str | None:
 
 
 def _processes(d: Deployment) -> int:
-    return d.tokenizer.workers + d.encoder.ranks + d.scheduler.groups * d.scheduler.tp_size
+    return sum(ranks_of(d).values())
 
 
 def _with_paths(document: Document, d: Deployment) -> Deployment:
@@ -322,6 +413,9 @@ def _with_paths(document: Document, d: Deployment) -> Deployment:
     vocabulary = absolute(d.tokenizer.vocabulary, "tokenizer", "vocabulary")
     if path is not None and not os.path.exists(path):
         raise document.error(f"{path} does not exist; name a checkpoint directory or file", ("model", "path"))
+    keys = absolute(d.security.keys, "security", "keys")
+    if keys is not None and not os.path.isdir(keys):
+        raise document.error(f"{keys} is not a folder; `tensorferry keys new {keys}` makes it", ("security", "keys"))
     if vocabulary is not None and not os.path.isfile(vocabulary):
         raise document.error(f"{vocabulary} is not a file; name a tokenizer.json", ("tokenizer", "vocabulary"))
     return msgspec.structs.replace(
@@ -329,6 +423,7 @@ def _with_paths(document: Document, d: Deployment) -> Deployment:
         model=msgspec.structs.replace(d.model, path=path),
         tokenizer=msgspec.structs.replace(d.tokenizer, vocabulary=vocabulary),
         runtime_dir=absolute(d.runtime_dir, "runtime_dir"),
+        security=msgspec.structs.replace(d.security, keys=keys),
         telemetry=msgspec.structs.replace(d.telemetry, record=absolute(d.telemetry.record, "telemetry", "record")),
     )
 

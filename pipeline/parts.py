@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES, view_of
 
 Source = bytes | memoryview | str | Path  #: of one file: its bytes, a path, or a `data:` URL
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")  # a URL; a path may have the characters, and then is a Path
 _SOURCES = "the bytes of a file, its path or a `data:` URL"
 
 
@@ -154,6 +156,8 @@ def _read(source: Source, most_nbytes: int) -> Buffer:
             return base64.b64decode(data, validate=True) if head.endswith(";base64") else unquote_to_bytes(data)
         except binascii.Error as problem:
             raise BadRequest(f"the data of {head[:40]!r} is not base64: {problem}") from None
+    if isinstance(source, str) and _ELSEWHERE.match(source):
+        raise BadRequest(f"{source[:80]!r} is an address, and nothing is ever fetched; give {_SOURCES}")
     try:
         return read_regular(Path(source), most_nbytes)
     except OSError as problem:

@@ -9,6 +9,8 @@ The identity of a deployment is its name and the user's uid; both ends compute t
         encoder-3.pool        where it hands out descriptors of its pool
         tokenizer-0.door      where clients come in
 
+With `network.bind` the doors, and with `network.inboxes: tcp` the inboxes too, are ports instead of files.
+
 All folders belong to the user alone (0700). The lock is the kernel's: it is free the moment its owner is dead,
 however that died. The text in the file only says who that is. Socket files mean nothing without the lock, and
 are removed only by the one who holds it.
@@ -31,7 +33,8 @@ from pathlib import Path
 import msgspec
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.config import STAGES, Deployment, port_offset
+from tensorferry.pipeline.endpoint import TCP, Host, host_and_port, listening_host, reachable_host, tcp_address
 from tensorferry.pipeline.sockets import PATH_NBYTES
 
 SOCKETS = (".in", ".door", ".pool")
@@ -54,11 +57,36 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Network:
+    """Where the sockets are that other machines may reach."""
+
+    listening: Host
+    reachable: str
+    door: int  #: the port of tokenizer 0's
+    inboxes: Mapping[str, int]  #: the port of each stage's rank 0; empty: they are in the folder
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> Network | None:
+        """Raises DeploymentError for what `config.load` would have refused."""
+        network = deployment.network
+        if network.bind is None:
+            return None
+        try:
+            listening, reachable = listening_host(network.bind), reachable_host(network.advertise or network.bind)
+        except ValueError as problem:
+            raise DeploymentError(f"network: {problem}") from None
+        first = network.port + deployment.tokenizer.workers
+        inboxes = {stage: first + port_offset(deployment, stage, 0) for stage in STAGES}
+        return cls(listening, reachable, network.port, inboxes if network.inboxes == "tcp" else {})
+
+
+@dataclass(frozen=True, slots=True)
 class Runtime:
     """The folder of one deployment. Computing addresses touches nothing; `prepare` and `own` do."""
 
     name: str
     directory: Path
+    network: Network | None = None
 
     @classmethod
     def of(cls, deployment: Deployment, environ: Mapping[str, str] = os.environ) -> Runtime:
@@ -66,7 +94,7 @@ class Runtime:
 
         The base is `runtime_dir`; else $XDG_RUNTIME_DIR/tensorferry, or /run/user/<uid>/tensorferry where the
         variable is not set, if that is a folder of ours with a path short enough; else /tmp/tensorferry-<uid>.
-        Raises DeploymentError when `runtime_dir` cannot be used.
+        Raises DeploymentError when `runtime_dir` or `network` cannot be used.
         """
         if deployment.runtime_dir is not None:
             base = Path(deployment.runtime_dir)
@@ -79,17 +107,28 @@ class Runtime:
                 )
         else:
             base = _default_base(environ)
-        return cls(deployment.name, base / _folder_name(deployment.name, len(os.fsencode(base))))
+        folder = base / _folder_name(deployment.name, len(os.fsencode(base)))
+        return cls(deployment.name, folder, Network.of(deployment))
 
     # --- addresses
 
     def inbox(self, stage: str, rank: int) -> str:
-        """Where a process takes its messages: a ZeroMQ address."""
+        """Where a process takes its messages: a ZeroMQ address, to connect to."""
+        if self.network is not None and self.network.inboxes:
+            return tcp_address(self.network.reachable, self.network.inboxes[stage] + rank)
         return f"ipc://{self._path(stage, rank, '.in')}"
 
     def front_door(self, rank: int) -> str:
-        """Where clients reach a tokenizer: a ZeroMQ address."""
+        """Where clients reach a tokenizer: a ZeroMQ address, to connect to."""
+        if self.network is not None:
+            return tcp_address(self.network.reachable, self.network.door + rank)
         return f"ipc://{self._path('tokenizer', rank, '.door')}"
+
+    def listening(self, address: str) -> str:
+        """What to bind so that peers can connect to one of these addresses."""
+        if self.network is None or not address.startswith(TCP):
+            return address
+        return tcp_address(self.network.listening, host_and_port(address)[1])
 
     def broker(self, stage: str, rank: int) -> str:
         """Where a process hands out descriptors of its pool: the path of a UNIX socket."""
@@ -228,7 +267,7 @@ _LONGEST_BASE_NBYTES = PATH_NBYTES - LONGEST_NAME_NBYTES - 2 * HASH_NBYTES - len
 def _default_base(environ: Mapping[str, str]) -> Path:
     # A shell made by su, cron or a container lacks the variable, and must find the same deployment all the same.
     xdg = Path(environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
-    fallback = Path(f"/tmp/tensorferry-{os.getuid()}")
+    fallback = Path(f"/tmp/tensorferry-{os.getuid()}")  # noqa: S108 - `prepare` checks whose it is
     base = xdg / "tensorferry"
     # XDG Base Directory Specification: relative paths are invalid. Under sudo it may be another user's.
     if not xdg.is_absolute() or len(os.fsencode(base)) > _LONGEST_BASE_NBYTES or not _is_text(base):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -21,6 +23,8 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, ChannelClosed, DeploymentError, PeerBusy
 from tensorferry.codecs.frames import Buffer, Limits, decode
 from tensorferry.codecs.messages import Message
+from tensorferry.pipeline.endpoint import TCP, host_and_port, is_loopback, listening_host, reachable_host
+from tensorferry.pipeline.keys import CurveClient, CurveServer
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -29,6 +33,12 @@ BATCH = 64  #: messages taken in a row before other tasks have a turn
 PATH_NBYTES = 107  #: of a UNIX socket's path. Source: unix(7), sun_path is 108 bytes with its final NUL
 MAX_SOCKETS = 16384  #: of a context; ZeroMQ's own 1023 is fewer than a large deployment has processes
 RECONNECT_MS = 20  #: first wait after a refused connection: stages start in any order
+#: Of TCP: a peer that says nothing of itself for so long is hung up on, be it still in its handshake or long connected.
+HANDSHAKE_MS, PING_MS, SILENCE_MS = 10_000, 5_000, 20_000
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_EVENT = struct.Struct("=HI")  #: number and value, as the machine orders bytes. Source: zmq_socket_monitor(3)
 
 
 class Received(NamedTuple):
@@ -37,6 +47,14 @@ class Received(NamedTuple):
     message: Message
     frames: Sequence[Buffer]
     peer: bytes = b""  #: which client: what `FrontDoor.send_nowait` takes
+    client: str = ""  #: the name that the gate knows its key by; empty where there are no keys
+
+
+class Denial(NamedTuple):
+    """A connection that was refused in its handshake."""
+
+    reason: str  #: a sentence's end
+    final: bool  #: it is not tried again
 
 
 def open_context() -> Context:
@@ -46,15 +64,21 @@ def open_context() -> Context:
     return context
 
 
-def check_address(address: str) -> str:
-    """The path of an ipc address. Raises DeploymentError, with the reason, for whatever else.
+def check_address(address: str, *, bound: bool = False, curve: bool = False) -> str | None:
+    """The path of an ipc address; None for one of TCP. Raises DeploymentError, with the reason, for whatever else.
 
-    ipc alone is guarded by the permissions of its folder. An abstract name (`ipc://@name`) has no folder, and
+    bound: to listen there. curve: with keys, without which only loopback is listened at.
+    An ipc address is guarded by the permissions of its folder. An abstract name (`ipc://@name`) has no folder, and
     a relative path or a wildcard means something else to every process.
     """
+    if address.startswith(TCP):
+        _check_tcp(address, bound, curve)
+        return None
     path = address.removeprefix("ipc://")
     if path == address:
-        raise DeploymentError(f"{address}: refused for now: only ipc:// addresses in the runtime directory are served")
+        raise DeploymentError(
+            f"{address}: refused: only ipc:// addresses in the runtime directory and tcp:// are served"
+        )
     if not path.startswith("/") or "\0" in path:
         raise DeploymentError(f"{address}: refused: an ipc address is the absolute path of a socket file")
     if (nbytes := len(os.fsencode(path))) > PATH_NBYTES:
@@ -62,8 +86,33 @@ def check_address(address: str) -> str:
     return path
 
 
-def open_socket(context: Context, kind: int, *, high_water: int = 1, limits: Limits | None = None) -> zmq.Socket[bytes]:
-    """high_water: messages that may wait for a peer to take them. limits: a frame over them is not even read."""
+def _check_tcp(address: str, bound: bool, curve: bool) -> None:
+    try:
+        host, _ = host_and_port(address)
+        if not bound:
+            reachable_host(host)
+            return
+        wide = not is_loopback(listening_host(host))
+    except ValueError as problem:
+        raise DeploymentError(f"{address}: refused: {problem}") from None
+    if wide and not curve:
+        raise DeploymentError(f"{address}: refused: it can be reached from other machines; set security.keys")
+
+
+def open_socket(
+    context: Context,
+    kind: int,
+    *,
+    high_water: int = 1,
+    receive_water: int = 0,
+    limits: Limits | None = None,
+    curve: CurveServer | CurveClient | None = None,
+) -> zmq.Socket[bytes]:
+    """high_water: messages that may wait for a peer to take them. receive_water: those of each peer that are read
+    before they are taken; 0: all that come. limits: a frame over them is not even read.
+
+    curve: its keys, if it is to have some.
+    """
     try:
         made = context.socket(kind)
     except zmq.ZMQError as problem:
@@ -72,12 +121,23 @@ def open_socket(context: Context, kind: int, *, high_water: int = 1, limits: Lim
     made.sndhwm = high_water
     # Receivers take whatever comes. At a mark of its own ZeroMQ stops reading, and when the sender then closes
     # it drops what the kernel still holds (libzmq#4660; seen: 1,300 of 5,000 messages after a clean flush).
-    made.rcvhwm = 0
+    made.rcvhwm = receive_water
     made.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     made.set(zmq.RECONNECT_IVL_MAX, 1000)
     if limits is not None:
         made.set(zmq.MAXMSGSIZE, max(limits.header_nbytes, limits.inline_nbytes))
+    if curve is not None:
+        curve.secure(made)
     return made
+
+
+def denial(event: int, value: int) -> Denial:
+    """What an event of HANDSHAKE_FAILURES says."""
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return Denial("its deployment does not know this key", True)
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        return Denial("one side has keys and the other has none", True)
+    return Denial("it hung up in the handshake, as one does whose key is another, or who has none", False)
 
 
 class Link:
@@ -94,7 +154,13 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None  # set once the descriptor is watched
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._file: tuple[str, int, int] | None = None  # path, device and inode that we bound
-        self._stop_watching: Callable[[], None] | None = None  # for breaks
+        self._stop_watching: Callable[[], None] | None = None  # for events
+        if address.startswith(TCP):
+            # Off by default, and then `[::1]` is no such device. Of a name IPv4 addresses are found as well.
+            socket.ipv6 = not re.fullmatch(r"[0-9.]+", host_and_port(address)[0])
+            # Nobody tells of a peer that vanishes without a word, as the kernel does of one by ipc.
+            socket.handshake_ivl = HANDSHAKE_MS
+            socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, SILENCE_MS
 
     def connect(self) -> None:
         self._socket.connect(self.address)
@@ -104,19 +170,22 @@ class Link:
 
         The kernel breaks it when the process at the other end has died; ZeroMQ does over a frame that is too large.
         """
+        self.on_events(zmq.EVENT_DISCONNECTED, lambda event, value: told())
+
+    def on_events(self, wanted: int, told: Callable[[int, int], None]) -> None:
+        """Call `told` with the number and value of such events, on the running loop. One such watch a socket."""
         loop, events = asyncio.get_running_loop(), open_socket(self._socket.context, zmq.PAIR)
 
         def look() -> None:
-            broken = False
+            found: list[tuple[int, int]] = []
             with suppress(zmq.Again):
                 while True:  # all of them: the descriptor tells of changes alone
-                    events.recv_multipart(zmq.NOBLOCK)
-                    broken = True
-            if broken:
-                told()
+                    found.append(_EVENT.unpack(events.recv_multipart(zmq.NOBLOCK)[0]))
+            for event, value in found:
+                told(event, value)
 
-        address = f"inproc://breaks-{secrets.token_hex(8)}"
-        self._socket.monitor(address, zmq.EVENT_DISCONNECTED)
+        address = f"inproc://events-{secrets.token_hex(8)}"
+        self._socket.monitor(address, wanted)
         events.connect(address)
         fd = events.fileno()
         loop.add_reader(fd, look)
@@ -128,13 +197,16 @@ class Link:
 
         self._stop_watching = stop
 
-    def bind(self, path: str) -> None:
-        """Listen ourselves and hand ZeroMQ the descriptor.
+    def bind(self, path: str | None) -> None:
+        """Listen at a path ourselves and hand ZeroMQ the descriptor; None: let it listen at its TCP address.
 
-        Its own bind steals an address in use, and its close unlinks the file late, in another thread, when the
-        file may be a successor's already.
+        On a path its own bind steals an address in use, and its close unlinks the file late, in another thread, when
+        the file may be a successor's already.
         """
         try:
+            if path is None:
+                self._socket.bind(self.address)  # refuses an address in use, as the kernel does
+                return
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path)
                 found = os.stat(path)
@@ -261,10 +333,17 @@ class Intake:
     """The receiving half of a channel: bounded batches, limits, and a home for what is not a message."""
 
     def __init__(
-        self, link: Link, limits: Limits, on_refused: Callable[[BadMessage], None], *, routed: bool = False
+        self,
+        link: Link,
+        limits: Limits,
+        on_refused: Callable[[BadMessage], None],
+        *,
+        routed: bool = False,
+        named: bool = False,
     ) -> None:
         self._link, self._limits, self._on_refused = link, limits, on_refused
         self._routed = routed  # the first frame says which client
+        self._named = named  # the gate has said who it is
         self._taken_in_a_row = 0
 
     def receive_nowait(self) -> Received | None:
@@ -303,10 +382,12 @@ class Intake:
         taken = self._link.receive(self._limits.frames + 1 + self._routed)
         if not taken:
             return None
-        peer = b""
+        peer, client = b"", ""
+        if self._named:
+            client = str(taken[-1].get("User-Id"))
         if self._routed:
             peer, taken = taken[0].bytes, taken[1:]
-        return Received(*decode([frame.buffer for frame in taken], self._limits), peer)
+        return Received(*decode([frame.buffer for frame in taken], self._limits), peer, client)
 
 
 def _bytes_of(buffer: Buffer) -> Any:

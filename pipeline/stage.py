@@ -25,12 +25,16 @@ from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline import broker, telemetry
-from tensorferry.pipeline.channels import Inbox, Outbox, open_context
+from tensorferry.pipeline.channels import FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.config import Deployment, PoolSpec, device_of, mail_of
+from tensorferry.pipeline.config import port_offset as port_offset
+from tensorferry.pipeline.config import ranks_of as ranks_of
+from tensorferry.pipeline.gate import Gate
+from tensorferry.pipeline.keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.post import Post
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.sockets import Context
+from tensorferry.pipeline.sockets import Context, Denial
 
 log = structlog.get_logger()
 
@@ -71,6 +75,7 @@ class Stage:
     limits: Limits
     tasks: asyncio.TaskGroup
     device: int | None  #: the GPU this process works on, wherever its pool is; None: it needs none
+    keys: ServerKeys | None  #: of `security.keys`
     in_flight: Callable[[], int] = field(default=lambda: 0)  #: set by the stage, for heartbeats
     numbers: Callable[[], Mapping[str, float]] = field(default=dict)  #: its own gauges, the same
     busy_since: Callable[[], float | None] = field(default=lambda: None)  #: monotonic; None: it has nothing to do
@@ -87,6 +92,19 @@ class Stage:
         """Count and log a message that this process does not take; it lives on."""
         self.counters.count("messages_refused")
         log.warning("message_refused", problem=str(problem))
+
+    def front_door(self) -> FrontDoor:
+        """Where clients come to this process, with the deployment's keys if it has some; closed with the channels."""
+        address = self.runtime.listening(self.runtime.front_door(self.origin.rank))
+        curve = None if self.keys is None else self.keys.bound(DOOR)
+        door = FrontDoor(self.context, address, self.limits, self.refused, curve=curve, on_denied=self.denied)
+        self.channels.callback(door.close, LINGER_S)
+        return door
+
+    def denied(self, denial: Denial) -> None:
+        """Count and log a connection that was refused before a message of it was read."""
+        self.counters.count("connections_denied")
+        log.warning("connection_denied", reason=denial.reason)
 
     def outlive(self, problem: BaseException) -> None:
         """End the process at once if a problem has cost it its GPU: nothing on it can succeed, nor be waited for.
@@ -138,25 +156,6 @@ class Stage:
         return tuple(wire.Gauge(name, value) for name, value in numbers.items())
 
 
-def ranks_of(deployment: Deployment) -> dict[str, int]:
-    """How many processes each stage has."""
-    return {
-        "tokenizer": deployment.tokenizer.workers,
-        "encoder": deployment.encoder.ranks,
-        "scheduler": deployment.scheduler.groups * deployment.scheduler.tp_size,
-    }
-
-
-def port_offset(deployment: Deployment, stage: str, rank: int) -> int:
-    """Which port of telemetry.prometheus_port and those after it is this process's: tokenizers come first."""
-    offset = rank
-    for earlier, ranks in ranks_of(deployment).items():
-        if earlier == stage:
-            break
-        offset += ranks
-    return offset
-
-
 def inboxes(deployment: Deployment, runtime: Runtime, *stages: str) -> dict[Key, str]:
     """The inbox address of every rank of these stages."""
     ranks = ranks_of(deployment)
@@ -184,8 +183,19 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         if deployment.telemetry.prometheus_port is not None:
             counters.serve(deployment.telemetry.prometheus_port + port_offset(deployment, stage, rank))
         context = undo.enter_context(open_context())
+        keys = None if deployment.security.keys is None else ServerKeys.read(deployment.security.keys)
+        if keys is not None:
+            undo.callback(Gate(context, keys, lambda: counters.count("connections_denied")).close)
         address = runtime.inbox(stage, rank)
-        inbox = Inbox(context, address, limits, lambda problem: self.refused(problem))
+        wide = keys if deployment.network.inboxes == "tcp" else None
+        inbox = Inbox(
+            context,
+            runtime.listening(address),
+            limits,
+            lambda problem: self.refused(problem),
+            curve=None if wide is None else wide.bound(INBOX),
+            on_denied=lambda denial: self.denied(denial),
+        )
         undo.callback(inbox.close)
         device = device_of(deployment, stage, rank)
         handles = deployment.pool.handle_cache
@@ -193,11 +203,14 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         channels = undo.enter_context(ExitStack())  # they outlive the tasks, which send to their very end
         tasks = asyncio.TaskGroup()
         attaching: set[int] = set()
+        curve = None if wide is None else wide.stage
         peers = Peers(
             origin,
             address,
             upstream=inboxes(deployment, runtime, *(name for name, takers in DOWNSTREAM.items() if stage in takers)),
-            connect=lambda address, name: _connected(channels, context, address, name, lambda: peers.lost(name)),
+            connect=lambda address, name: _connected(
+                channels, Outbox(context, address, name, on_break=lambda: peers.lost(name), curve=curve)
+            ),
             attach=lambda announcement: _attach(tasks, peers, reader, attaching, announcement),
             quarantine_s=deployment.timeouts.quarantine_s,
             capabilities=("pool", deployment.transport) if share is not None else (),
@@ -235,6 +248,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             limits,
             tasks,
             device,
+            keys,
         )
         await undo.enter_async_context(tasks)
         upkeep = [tasks.create_task(_beat(self), name="heartbeat"), tasks.create_task(_forget(self), name="forgetter")]
@@ -279,8 +293,7 @@ async def _made(make: Callable[..., Pool]) -> Pool:
         given_up.set()
 
 
-def _connected(channels: ExitStack, context: Context, address: str, name: str, on_break: Callable[[], None]) -> Outbox:
-    outbox = Outbox(context, address, name, on_break=on_break)
+def _connected(channels: ExitStack, outbox: Outbox) -> Outbox:
     channels.callback(outbox.close, LINGER_S)
     return outbox
 

@@ -28,6 +28,7 @@ import structlog
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline import traffic
 from tensorferry.pipeline.config import Deployment, resolved
+from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
 from tensorferry.pipeline.readiness import readable
 from tensorferry.pipeline.runtime import Runtime
@@ -80,6 +81,8 @@ class Supervisor:
         is cancelled the stages are, too.
         """
         command = command or start_command(config_file, overrides)
+        if deployment.security.keys is not None:
+            ServerKeys.read(deployment.security.keys)  # else every stage would say so
         async with AsyncExitStack() as undo:
             runtime = Runtime.of(deployment)
             undo.enter_context(runtime.own("deployment", 0, str(config_file)))

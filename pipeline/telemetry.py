@@ -40,6 +40,7 @@ COUNTERS = {
     "batches_encoded_anew": "Batches that an encoder took apart because of a request that failed",
     "embeddings_late": "Embeddings of requests that were over",
     "messages_refused": "Messages that did not decode, broke a limit, or came to the wrong stage",
+    "connections_denied": "Connections refused before a message was read: an unknown key, another's, or none",
     "messages_crashed": "Messages that brought out a bug; each ended alone",
     "mail_of_a_former_life": "Messages meant for an earlier life of this process",
     "pool_waits": "Requests that waited for room in the pool",

@@ -1,6 +1,7 @@
 """Where a deployment's live traffic is recorded: a part for each tokenizer worker, one file once all have ended.
 
 Parts are in tensorferry's own format too, so what a machine that lost its power leaves can be replayed, part by part.
+All of it is the user's alone, being what others have asked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.replay.whole import write_whole
 
 log = structlog.get_logger()
+
+PRIVATE = 0o600
 
 
 class _Timed(msgspec.Struct):
@@ -60,7 +63,7 @@ def gather(deployment: Deployment) -> None:
     with ExitStack() as undo:
         files = [undo.enter_context(part.open("rb")) for part in parts]
         lines = merge(*map(_requests, files), key=lambda timed: timed[0])
-        write_whole(record, (line for _, line in lines))
+        write_whole(record, (line for _, line in lines), PRIVATE)
     for part in parts:
         part.unlink()
     log.info("traffic_recorded", file=str(record), nbytes=record.stat().st_size)

@@ -1,21 +1,27 @@
 """What a tokenizer worker has taken on, and whether it takes more: in requests, items and bytes.
 
 The bounds of the whole pipeline: encoders and schedulers hold what tokenizers have sent them, so the sum over all
-workers is the most that can wait anywhere. Beyond them a client hears `busy`, with the key and a time to try again.
+workers is the most that can wait anywhere. Beyond them a client hears `busy`, with the key and a time to try again; so
+does one that asks more often than each client may.
 """
 
 from __future__ import annotations
 
+import math
+
 from tensorferry.codecs.errors import FerryError
 from tensorferry.pipeline.config import MIB, LimitsSpec
+
+RETRY_MS = 200  #: hint to clients that were told `busy`, where nothing better is known
+BURST_S = 1.0  #: a client that was quiet may send at once what it may send in so long
 
 
 class Overload(FerryError):
     """There is no room for one more request now; `reason` names the limit."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    def __init__(self, reason: str, retry_ms: int = RETRY_MS) -> None:
+        super().__init__(reason, retry_ms)
+        self.reason, self.retry_ms = reason, retry_ms
 
     def __str__(self) -> str:
         return self.reason
@@ -59,3 +65,31 @@ class Load:
         if others and self.nbytes + nbytes > limits.in_flight_mb * MIB:
             mib = f"{self.nbytes / MIB:.1f} MiB in flight, {nbytes / MIB:.1f} more would come"
             raise Overload(f"{mib} (limits.in_flight_mb)")
+
+
+class Rate:
+    """How often each client may submit, by the generic cell rate algorithm: one number a client.
+
+    Source: ITU-T I.371, annex A, in its virtual scheduling form. Clients that were quiet for `BURST_S` are forgotten,
+    which changes nothing.
+    """
+
+    def __init__(self, per_s: int | None) -> None:
+        """per_s: None for as often as they like."""
+        self._per_s = per_s
+        self._due: dict[object, float] = {}  # client -> when it will have been quiet for long enough to start anew
+        self._most = 1024  # entries, before the quiet ones are looked for
+
+    def take(self, client: object, now: float) -> None:
+        """now: seconds, monotonic. Raises Overload, with the time to wait, having booked nothing."""
+        if self._per_s is None:
+            return
+        due = max(self._due.get(client, now), now) + 1 / self._per_s
+        early_s = due - now - BURST_S
+        if early_s > 1e-6:  # what is left of rounding is no reason
+            reason = f"this client sends more than {self._per_s} requests a second (limits.client_requests_per_s)"
+            raise Overload(reason, math.ceil(early_s * 1000))
+        self._due[client] = due
+        if len(self._due) > self._most:
+            self._due = {client: due for client, due in self._due.items() if due > now}
+            self._most = max(1024, 2 * len(self._due))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from tensorferry.pipeline.replay.formats.own import line_of
 from tensorferry.pipeline.replay.request import MAX_TOKENS, Image, Request
 from tensorferry.pipeline.replay.whole import write_whole
 from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.traffic import PRIVATE
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import header
 from tensorferry.stages.processors.text import TextEncoder
@@ -44,12 +46,12 @@ class Recorder:
     ) -> None:
         """part: a file, begun, or continued by a worker that was started again. media: a folder, made if need be; None:
         metadata alone."""
-        self._file = part.open("ab")
+        self._file = open(part, "ab", opener=lambda path, flags: os.open(path, flags, PRIVATE))
         if self._file.tell():
             self._file.write(b"\n")  # whatever its predecessor had half written is a line of its own
         self._media, self._text, self._limits, self._counters = media, text, limits, counters
         if media is not None:
-            media.mkdir(exist_ok=True)
+            media.mkdir(0o700, exist_ok=True)
         self._waiting: Queue[_Entry | None] = Queue(MOST_WAITING)
         self._failed = False
         self._thread = Thread(target=self._write, name="recorder")
@@ -126,7 +128,7 @@ class Recorder:
             name = hashlib.sha256(data).hexdigest()
             path = self._media / name
             if not path.exists():
-                write_whole(path, [bytes(data)])
+                write_whole(path, [bytes(data)], PRIVATE)
             return Image(path=f"{self._media.name}/{name}")
         try:
             known = header(data, self._limits)

@@ -28,10 +28,10 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.stage import FLUSH_S, LINGER_S, PoolShare, Stage, opened
+from tensorferry.pipeline.stage import FLUSH_S, PoolShare, Stage, opened
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.dispatch import Dispatch
-from tensorferry.stages.load import Load, Overload
+from tensorferry.stages.load import Load, Overload, Rate
 from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
@@ -43,7 +43,6 @@ from tensorferry.stages.tombstones import Tombstones
 
 log = structlog.get_logger()
 
-RETRY_MS = 200  #: hint to clients that were told `busy`
 RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
 MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
 MOST_REPORTED = 8  #: failures of a request that were said to be worth a retry, before one is believed to be its own
@@ -66,8 +65,7 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         embedding_form(deployment.model),
     )
     async with opened(deployment, "tokenizer", rank, share) as stage:
-        door = FrontDoor(stage.context, stage.runtime.front_door(rank), stage.limits, stage.refused)
-        stage.channels.callback(door.close, LINGER_S)
+        door = stage.front_door()
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
         recorder = None
         if deployment.telemetry.record is not None:
@@ -103,6 +101,7 @@ class Tokenizer:
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
+        self._rate = Rate(self._limits.client_requests_per_s)
         self._over = Tombstones()
         self._clients: set[bytes] = set()
         self._idle = asyncio.Event()
@@ -117,13 +116,14 @@ class Tokenizer:
         """Take what clients send, for ever."""
         async for received in self._door:
             with self._stage.alone():
-                self._take(received.peer, received.message, received.frames)
+                self._take(received.peer, received.message, received.frames, received.client or received.peer)
             del received  # else its frames stay in use while the next is waited for
 
-    def _take(self, client: bytes, message: wire.Message, frames: Sequence[Buffer]) -> None:
+    def _take(self, client: bytes, message: wire.Message, frames: Sequence[Buffer], who: str | bytes) -> None:
+        """client: the way back. who: whose rate it is: a key's name, or where there are no keys the connection."""
         match message:
             case wire.Submit() as submit:
-                self._accept(client, submit, frames)
+                self._accept(client, submit, frames, who)
             case wire.Cancel(request=request, attempt=attempt):
                 owned = self._requests.get(request)
                 if owned is not None and owned.client == client and owned.submit.attempt == attempt:
@@ -164,7 +164,7 @@ class Tokenizer:
         log.info("draining", in_flight=len(self._requests))
         await self._idle.wait()
 
-    def _accept(self, client: bytes, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
+    def _accept(self, client: bytes, submit: wire.Submit, frames: Sequence[Buffer], who: str | bytes) -> None:
         owned = self._requests.get(submit.request)
         if owned is not None and owned.submit.attempt >= submit.attempt:
             self._stage.counters.count("submits_repeated")
@@ -178,6 +178,7 @@ class Tokenizer:
         if self._recorder is not None and not submit.attempt:  # where it comes first: what is sent again was asked once
             self._recorder.take(submit, frames)
         try:
+            self._rate.take(who, time.monotonic())
             if self._draining:
                 raise Overload("the deployment is draining")
             if not self._able:
@@ -186,7 +187,7 @@ class Tokenizer:
             self._load.take((submit.request, submit.attempt), items, sum(len(frame) for frame in frames))
         except Overload as full:
             self._stage.counters.count("requests_busy")
-            self._answer(client, wire.Busy(submit.request, submit.attempt, RETRY_MS, full.reason))
+            self._answer(client, wire.Busy(submit.request, submit.attempt, full.retry_ms, full.reason))
             return
         task = self._stage.tasks.create_task(self.serve(client, submit, frames), name=submit.request.hex())
         self._requests[submit.request] = Request(client, submit, task)
@@ -221,7 +222,7 @@ class Tokenizer:
                 async with asyncio.timeout(timeout_s):
                     outcome = await self._serve(request, frames, marks, deadline_ns)
             except Overload as full:
-                outcome = wire.Busy(submit.request, submit.attempt, RETRY_MS, full.reason)
+                outcome = wire.Busy(submit.request, submit.attempt, full.retry_ms, full.reason)
             except (FerryError, TimeoutError, asyncio.CancelledError) as problem:
                 self._stage.outlive(problem)
                 failure = self._failure(problem, timeout_s, request)

@@ -746,13 +746,15 @@ def _virtual() -> int:
 @pytest.mark.parametrize(
     "address",
     [
-        "tcp://127.0.0.1:5555", "tcp://*:*", "tcp://[::1]:5555", "tcp://::1:5555", "tcp://0.0.0.0:1",
+        "tcp://*:*", "tcp://*:5555", "tcp://::1:5555", "tcp://[127.0.0.1]:5555", "tcp://0.0.0.0:1", "tcp://[::]:1",
+        "tcp://[::ffff:0.0.0.0]:5555", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:*", "tcp://:5555", "tcp://127.0.0.1:1;127.0.0.1:2", "tcp://",
         "inproc://it", "pgm://eth0;239.1.1.1:5555", "udp://127.0.0.1:5", "ipc://*", "ipc://@abstract",
         "ipc://relative/path", "ipc://", "", "*", "localhost:5555", "/a/path", "ipc:///a\0b",
         "ipc:///" + "x" * 107, "ipc:///" + "ä" * 54,
     ],
 )  # fmt: skip
-async def test_anything_wider_than_ipc_is_refused_for_now(context, dropped, address):
+async def test_b28_an_address_that_is_wider_or_unclear_is_refused(context, dropped, address):
     for make in (
         lambda: Inbox(context, address, LIMITS, dropped.append),
         lambda: FrontDoor(context, address, LIMITS, dropped.append),
@@ -761,6 +763,15 @@ async def test_anything_wider_than_ipc_is_refused_for_now(context, dropped, addr
     ):
         with pytest.raises(DeploymentError, match="refused"):
             make()
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.7:5555", "tcp://[2001:db8::7]:5555", "tcp://[fe80::1%lo]:5555"])
+async def test_b28_nobody_listens_beyond_loopback_without_keys(context, dropped, address):
+    for kind in (Inbox, FrontDoor):
+        with pytest.raises(
+            DeploymentError, match=r"refused: it can be reached from other machines; set security\.keys"
+        ):
+            kind(context, address, LIMITS, dropped.append)
 
 
 @pytest.mark.parametrize("letter", ["x", "ä"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -193,4 +194,5 @@ async def test_b27_b28_lies_and_garbage_fail_alone(directory: Path) -> None:
         assert {member.state for member in await client.refresh()} == {"ready"}
         for pid in supervisor.processes.values():
             os.kill(pid, 0)  # it lives
+            assert not psutil.Process(pid).net_connections("inet"), "by default nothing listens on a network"
     assert not sentinel.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 import tomllib
@@ -111,50 +110,3 @@ def test_names_are_imported_on_first_use(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Wagon'"):
         tensorferry.Wagon  # noqa: B018
-
-
-FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-FORBIDDEN_NAMES = {"eval", "exec", "__import__"}
-FORBIDDEN_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "allow_pickle"}
-
-
-def forbidden_in(code: str) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(code)):
-        match node:
-            case ast.Import(names=names):
-                found += [name.name for name in names if name.name.partition(".")[0] in FORBIDDEN_MODULES]
-            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in FORBIDDEN_MODULES:
-                found.append(module)
-            case ast.Name(id=name) if name in FORBIDDEN_NAMES:
-                found.append(name)
-            case ast.Attribute(attr=name) | ast.keyword(arg=str(name)) if name in FORBIDDEN_ATTRIBUTES:
-                found.append(name)
-            case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
-                found.append("torch.load")
-    return found
-
-
-def test_b28_no_pickle_and_no_eval_anywhere() -> None:
-    """Ruff refuses them too (S301, S302, S307, TID251); this does not depend on its settings."""
-    for folder in FOLDERS:
-        for module in (ROOT / folder).rglob("*.py"):
-            assert forbidden_in(module.read_text(encoding="utf-8")) == [], module
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import dill.source as d",
-        "eval('1')",
-        "builtins = [exec]",
-        "socket.recv_pyobj()",
-        "np.load(file, allow_pickle=True)",
-        "torch.load(file)",
-    ],
-)
-def test_b28_each_of_them_is_noticed(code: str) -> None:
-    assert forbidden_in(code)
-    assert not forbidden_in("model.eval(); re.compile('eval'); json.loads('1')")

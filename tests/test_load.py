@@ -18,7 +18,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import MIB, LimitsSpec, load
 from tensorferry.pipeline.supervisor import Supervisor
-from tensorferry.stages.load import Load, Overload
+from tensorferry.stages.load import Load, Overload, Rate
 
 LIMITS = LimitsSpec(in_flight_requests=4, in_flight_items=10, in_flight_mb=1)
 PATIENCE_S = 60.0
@@ -81,6 +81,41 @@ def test_b43_nothing_is_booked_twice_or_forgotten(events: list[tuple[int, int, i
         assert found.nbytes == sum(nbytes for _, nbytes in inside.values())
         assert len(inside) <= LIMITS.in_flight_requests
         assert len(inside) <= 1 or found.items <= LIMITS.in_flight_items
+
+
+def test_a_client_that_asks_too_often_hears_when_to_try_again() -> None:
+    rate = Rate(10)
+    for _ in range(10):  # what it may send in a second it may send at once
+        rate.take("ann", 5.0)
+    with pytest.raises(Overload, match=r"more than 10 requests a second \(limits\.client_requests_per_s\)") as full:
+        rate.take("ann", 5.0)
+    assert full.value.retry_ms == 100
+    rate.take("eve", 5.0)  # others are not held up
+    with pytest.raises(Overload) as full:
+        rate.take("ann", 5.06)
+    assert full.value.retry_ms == 40
+    rate.take("ann", 5.1)
+    rate.take("ann", 5.2)
+
+
+@pytest.mark.parametrize("per_s", [1, 7, 1000])
+def test_over_time_a_client_gets_its_rate_and_no_more(per_s: int) -> None:
+    rate, taken, now = Rate(per_s), 0, 0.0
+    while now < 10.0:
+        try:
+            rate.take("ann", now)
+            taken += 1
+        except Overload as full:
+            now += full.retry_ms / 1000  # one that does as it is told
+    assert 10 * per_s <= taken <= 11 * per_s + 1
+
+
+def test_clients_that_went_away_are_forgotten() -> None:
+    rate = Rate(1)
+    for number in range(100_000):
+        rate.take(number, number / 1000)  # a thousand new ones each second
+    assert len(rate._due) < 3000
+    Rate(None).take("ann", 0.0)
 
 
 @pytest.mark.timeout(180)

@@ -33,6 +33,8 @@ from tensorferry.pipeline.parts import Embeddings, Image, Video, on_wire, prompt
         ([Video([b"a"], fps="2")], "part 0: a video at '2' fps"),  # type: ignore[arg-type]
         ([Image(None)], "part 0: a file given as a NoneType; give the bytes of a file"),  # type: ignore[arg-type]
         ([Image("\0")], "part 0: cannot read '\\x00': "),
+        ([Image("http://a/b.jpg")], "part 0: 'http://a/b.jpg' is an address, and nothing is ever fetched; give the"),
+        ([Video("s3://a/b.gif")], "part 0: 's3://a/b.gif' is an address, and nothing is ever fetched; give the"),
     ],
 )
 def test_what_is_no_part_is_named(parts: Any, said: str) -> None:

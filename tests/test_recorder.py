@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -68,6 +69,21 @@ def test_metadata_holds_sizes_and_no_word(tmp_path: Path) -> None:
         "output_tokens": 7,
     }
     assert "geheim" not in (tmp_path / "part").read_text()
+
+
+def test_what_others_have_asked_is_for_nobody_elses_eyes(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        recorded(tmp_path, (asked(wire.TextPart("geheim"), wire.ImagePart(0)), [picture(30, 20)]), media=True)
+        record = tmp_path / "record.jsonl"
+        (tmp_path / "part").rename(traffic.part_of(record, 0))
+        traffic.gather(Deployment(name="it", telemetry=TelemetrySpec(record=str(record))))
+    finally:
+        os.umask(before)
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(found) == 2
+    assert {path.stat().st_mode & 0o777 for path in found} == {0o600}
+    assert (tmp_path / "media").stat().st_mode & 0o777 == 0o700
 
 
 def test_with_media_words_and_bytes_are_kept_in_order_and_equal_bytes_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from hashlib import sha256
@@ -179,7 +180,49 @@ def test_a_missing_image_drops_the_request_that_names_it(tmp_path: Path) -> None
     assert [prepared.request.line for prepared in preparation.requests] == [2]
     assert [(drop.line, drop.reason) for drop in preparation.drops] == [(1, "missing_image"), (3, "missing_image")]
     assert "absent.jpg: No such file" in preparation.drops[0].problem
-    assert "is not a file" in preparation.drops[1].problem
+    assert "Is a directory" in preparation.drops[1].problem
+
+
+def test_b28_a_trace_reads_no_files_but_those_below_its_folder(tmp_path: Path) -> None:
+    """It may be somebody else's, and what it names is sent."""
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "tracery").mkdir()
+    for name in ("secret", "trace/inside.jpg", "tracery/near.jpg"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "trace" / "link.jpg").symlink_to("inside.jpg")
+    (tmp_path / "trace" / "out.jpg").symlink_to("../secret")
+    (tmp_path / "trace" / "up").symlink_to("..")
+    os.mkfifo(tmp_path / "trace" / "pipe")
+    good = ["inside.jpg", "link.jpg", "up/trace/inside.jpg", "../trace/inside.jpg", str(tmp_path / "trace/inside.jpg")]
+    bad = ["../secret", "out.jpg", "up/secret", "../tracery/near.jpg", str(tmp_path / "secret"), "/etc/passwd"]
+    bad += ["/proc/self/environ", f"/proc/self/root{tmp_path}/secret", "/dev/zero", "/dev/stdin"]
+    rows = [request(line, images=(Image(path=name),)) for line, name in enumerate([*good, *bad, "pipe"], 1)]
+    preparation = made(*rows, path=tmp_path / "trace" / "trace.jsonl")
+    assert [prepared.request.line for prepared in preparation.requests] == [1, 2, 3, 4, 5]
+    reasons = [drop.reason for drop in preparation.drops]
+    assert reasons == ["forbidden_image"] * len(bad) + ["missing_image"]
+    assert f"outside of what may be read, {tmp_path}/trace; --media-root allows more" in preparation.drops[0].problem
+    wider = made(*rows[:8], path=tmp_path / "trace" / "trace.jsonl", roots=[tmp_path])
+    assert len(wider.requests) == 8
+
+
+def test_b28_nothing_of_the_kernels_is_an_image_even_where_all_may_be_read(tmp_path: Path) -> None:
+    names = ["/proc/self/environ", "/sys/kernel/uevent_seqnum", "/dev/null", "/proc/1/cmdline"]
+    rows = [request(line, images=(Image(path=name),)) for line, name in enumerate(names, 1) if Path(name).exists()]
+    preparation = made(*rows, path=tmp_path / "trace.jsonl", roots=[Path("/")])
+    assert {drop.reason for drop in preparation.drops} == {"forbidden_image"}
+    assert not preparation.requests
+
+
+def test_b28_a_link_that_changes_between_the_look_and_the_opening_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "trace" / "a.jpg").symlink_to("../secret")
+    monkeypatch.setattr("os.path.realpath", lambda path, strict=False: str(path))  # as if it had been none by then
+    preparation = made(request(images=(Image(path="a.jpg"),)), path=tmp_path / "trace" / "trace.jsonl")
+    assert [drop.reason for drop in preparation.drops] == ["forbidden_image"]
 
 
 def test_given_sizes_and_tokens_are_met_exactly() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import FerryError
+from tensorferry.codecs.files import OutsideRoots, Roots
 from tensorferry.pipeline.replay.image_models import ImageModel
 from tensorferry.pipeline.replay.photos import Photo, PhotoError, names
 from tensorferry.pipeline.replay.recording import NAMED_PER_REASON
@@ -143,15 +143,18 @@ def prepare(
     seed: int,
     model: ImageModel | None = None,
     progress: Progress = lambda done, total: None,
+    roots: Sequence[Path] = (),
 ) -> Preparation:
     """Choose every size and make every byte. Blocks for seconds; call it off the event loop.
 
-    model: what images are that the trace only counts; None: `SizeModel`. An image file that is not there drops the
-    one request that names it; one that is there and damaged is sent as it is, since what a deployment makes of it
-    is a result. Raises PhotoError when the trace asks for more different images than memory should hold.
+    model: what images are that the trace only counts; None: `SizeModel`. roots: folders, beside the trace's own, below
+    which it may name files: it may be somebody else's, and what it names is sent. An image file that is not there, or
+    elsewhere, drops the one request that names it; one that is there and damaged is sent as it is, since what a
+    deployment makes of it is a result. Raises PhotoError when the trace asks for more different images than memory
+    should hold.
     """
     choices = _choose_images(trace, photos, sizer, seed, model or SizeModel(seed))
-    contents = _make(choices.wanted(), photos, progress)
+    contents = _make(choices.wanted(), photos, Roots([_folder(trace), *roots]), progress)
     invented = choices.invented
     invented.different_images = sum(isinstance(made, bytes) for made in contents.values())
     invented.encoded_nbytes = sum(len(made) for made in contents.values() if isinstance(made, bytes))
@@ -161,7 +164,7 @@ def prepare(
     conversations: dict[str, list[Prepared]] = {}
     for request, keys in zip(trace.requests, choices.keys, strict=True):
         problem = choices.problems.get(request.place) or next(
-            (("missing_image", made) for made in map(contents.__getitem__, keys) if isinstance(made, str)), None
+            (made for made in map(contents.__getitem__, keys) if isinstance(made, tuple)), None
         )
         if problem:
             reason, sentence = problem
@@ -240,7 +243,7 @@ def _choose_with(
 ) -> _Choices:
     invented = Invented(names(photos))
     choices = _Choices(invented)
-    folder = trace.folder or trace.path.resolve().parent
+    folder = _folder(trace)
     by_tokens: dict[tuple[int, int], tuple[int, int]] = {}
     by_size: dict[tuple[int, int], int] = {}
 
@@ -288,19 +291,28 @@ def _choose_with(
     return choices
 
 
-def _make(wanted: Sequence[Key], photos: Sequence[Photo], progress: Progress) -> dict[Key, bytes | str]:
-    """The bytes of each image, or the sentence that says why a file has none. Pillow works outside the
-    interpreter lock, so threads are enough to use every core."""
+def _folder(trace: Trace) -> Path:
+    return trace.folder or trace.path.resolve().parent
 
-    def make(key: Key) -> bytes | str:
+
+Unusable = tuple[str, str]  #: reason and sentence of a drop
+
+
+def _make(
+    wanted: Sequence[Key], photos: Sequence[Photo], roots: Roots, progress: Progress
+) -> dict[Key, bytes | Unusable]:
+    """The bytes of each image, or why a file has none. Pillow works outside the interpreter lock, so threads are enough
+    to use every core."""
+
+    def make(key: Key) -> bytes | Unusable:
         if isinstance(key, bytes):
             return key
         if isinstance(key, Path):
-            return _read(key)
+            return _read(key, roots)
         photo, width, height = key
         return photos[photo].jpeg(width, height)
 
-    made: dict[Key, bytes | str] = {}
+    made: dict[Key, bytes | Unusable] = {}
     pool = ThreadPoolExecutor(os.cpu_count() or 1, "replay-prepare")
     try:
         for key, content in zip(wanted, pool.map(make, wanted), strict=True):
@@ -311,14 +323,11 @@ def _make(wanted: Sequence[Key], photos: Sequence[Photo], progress: Progress) ->
     return made
 
 
-def _read(path: Path) -> bytes | str:
+def _read(path: Path, roots: Roots) -> bytes | Unusable:
     """A recorded image, byte for byte: re-encoding it would replay another picture."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return f"{path} is not a file"
-        if status.st_size > MAX_FILE_NBYTES:
-            return f"{path} has {status.st_size} bytes; at most {MAX_FILE_NBYTES} are sent"
-        return path.read_bytes()
+        return roots.read(path, MAX_FILE_NBYTES)
+    except OutsideRoots as problem:
+        return "forbidden_image", f"{path}: {problem.strerror}; --media-root allows more"
     except OSError as problem:
-        return f"{path}: {problem.strerror or problem}"
+        return "missing_image", f"{path}: {problem.strerror or problem}"

@@ -43,9 +43,10 @@ def destination(path: Path) -> Path:
     return place
 
 
-def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
+def write_whole(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None:
     """First without a name, then in its place: nobody ever reads half a file, and what was there stays until then.
 
+    mode: who may read and write the new file, less the umask.
     A process that is killed meanwhile leaves nothing behind, except where a file system knows no files without a name.
     Raises OutputError: for `destination`'s reasons, and for what goes wrong on the way, as on a full disk.
     """
@@ -55,7 +56,7 @@ def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
         folder = os.open(place.parent, os.O_PATH | os.O_DIRECTORY)
         undo.callback(os.close, folder)
         undo.callback(_unlink, beside, folder)
-        descriptor, named = _opened(beside, folder)
+        descriptor, named = _opened(beside, folder, mode)
         with open(descriptor, "wb") as file:
             file.writelines(chunks)
             file.flush()
@@ -65,14 +66,14 @@ def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
         os.replace(beside, place.name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _opened(beside: str, folder: int) -> tuple[int, bool]:
+def _opened(beside: str, folder: int, mode: int) -> tuple[int, bool]:
     """A new file of a folder, open for writing, and whether it has its name already."""
     try:
-        return os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o666, dir_fd=folder), False
+        return os.open(".", os.O_TMPFILE | os.O_WRONLY, mode, dir_fd=folder), False
     except OSError as problem:
         if problem.errno not in _ALL_ARE_NAMED:
             raise
-    return os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666, dir_fd=folder), True
+    return os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode, dir_fd=folder), True
 
 
 def _unlink(name: str, folder: int) -> None:
