@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from benchmarks import batches, codec, cpu, handover, leases, pacing, plan, traces
+from benchmarks import batches, codec, cpu, handover, leases, overhead, pacing, plan, traces
 from benchmarks.results import FULL, QUICK, SMOKE, Outcome, Scale
 from benchmarks.tables import table
 
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[Scale], Outcome]] = {
     "leases": leases.leases,
     "scan": leases.scan,
     "cpu": cpu.cpu,
+    "overhead": overhead.overhead,
     "batches": batches.batches,
     "reading": traces.reading,
     "trace-memory": traces.memory,
