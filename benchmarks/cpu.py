@@ -61,7 +61,7 @@ async def _measured(scale: Scale) -> dict[str, list[float]]:
     with TemporaryDirectory(prefix="ferry-") as folder, running(Path(folder), DEPLOYMENT) as deployment:
         runtime = Runtime.of(deployment)
         async with Client.connect(deployment, timeout_s=START_S) as client:
-            pids = {stage: _pid(runtime, stage) for stage in STAGES}
+            pids = {stage: pid_of(runtime, stage) for stage in STAGES}
             await _requests(client, scale.of(_REQUESTS), 8)
             for _ in range(max(1, scale.rounds // 4)):
                 for how, in_flight in (("one at a time", 1), ("eight in flight", 8)):
@@ -113,7 +113,7 @@ def running(folder: Path, text: str) -> Iterator[Deployment]:
             up.terminate()
 
 
-def _pid(runtime: Runtime, stage: str) -> int:
+def pid_of(runtime: Runtime, stage: str) -> int:
     return msgspec.json.decode(runtime.lock(stage, 0).read_bytes(), type=Owner).pid
 
 

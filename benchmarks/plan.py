@@ -41,7 +41,7 @@ def plan(scale: Scale) -> Outcome:
             _DEPLOYMENT.format(folder=folder, ranks=2 if whole else 1, pace_ms=_PACE_MS // scale.shrink),
             encoding="utf-8",
         )
-        visits = measured(_replayed(deployment, 1024, scale), workers=1)
+        visits = measured(_replayed(deployment, 1024, scale), workers=1).visits
         rules = Rules(workers=1, slots=4096)
         peak_mb = plan_of(visits, rules).peak_nbytes // MIB
         found, apart, own_apart = [], [], []
@@ -51,7 +51,7 @@ def plan(scale: Scale) -> Outcome:
             items = [item for row in run.rows for item in row.items if run.pooled(item)]
             had = 100 * sum(map(run.fell_back, items)) / max(1, len(items))
             said = 100 * forecast(visits, rules, budget_mb).share
-            own = 100 * forecast(measured(run, workers=1), rules, budget_mb).share
+            own = 100 * forecast(measured(run, workers=1).visits, rules, budget_mb).share
             apart.append(abs(had - said))
             own_apart.append(abs(had - own))
             details = {"planned_pct": said, "by_its_own_times_pct": own}

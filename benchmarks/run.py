@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from benchmarks import batches, codec, cpu, curve, handover, leases, pacing, plan, traces
+from benchmarks import batches, codec, cpu, curve, handover, leases, overhead, pacing, plan, traces
 from benchmarks.results import FULL, QUICK, SMOKE, Outcome, Scale
 from benchmarks.tables import table
 
@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[Scale], Outcome]] = {
     "cpu": cpu.cpu,
     "curve-latency": curve.latency,
     "curve-rate": curve.rate,
+    "overhead": overhead.overhead,
     "batches": batches.batches,
     "reading": traces.reading,
     "trace-memory": traces.memory,

@@ -12,6 +12,7 @@ import click
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.config import Deployment, load, require_available, resolved
 from tensorferry.pipeline.migration import Deprecation, Tell
+from tensorferry.pipeline.spans import require_installed
 from tensorferry.stages.adapters.registry import check_model, supports_cuda_vmm_feature_transport
 from tensorferry.stages.engines.registry import check_engine
 from tensorferry.stages.pairing import check_pairs
@@ -52,6 +53,8 @@ def _check(deployment: Deployment) -> None:
     check_model(deployment.model)
     check_engine(deployment.scheduler)
     check_pairs(deployment)
+    if deployment.telemetry.otlp_endpoint is not None:
+        require_installed()
     adapter = deployment.model.adapter
     if deployment.transport == "cuda_vmm" and not supports_cuda_vmm_feature_transport(adapter):
         problem = f"cuda_vmm needs a model that has opted in, and {adapter} has not; use cuda_ipc, shm, cpu or auto"

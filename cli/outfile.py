@@ -1,7 +1,9 @@
-"""What is said of a file that a command is to write, before it begins the work of which that file is the result."""
+"""Where a command is to write; what is wrong with that place is said before the work begins whose result it is."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,47 @@ from tensorferry.pipeline.replay.whole import destination
 
 
 class OutFile(click.Path):
-    """A path at which a file can be made, or replaced."""
+    """A path at which a file can be made, or replaced; of `-`, the standard output, a BinaryIO."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            return sys.stdout.buffer
         path = Path(value)
         try:
             destination(path)
         except (OutputError, ValueError) as problem:  # ValueError: a null byte
             self.fail(str(problem), param, ctx)
         return path
+
+
+class OutFolder(click.Path):
+    """A folder that is there and can be written to, or that can be made. It is not made yet: of what the command reads
+    first, nothing may be fit to be used."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        try:
+            place = path.absolute()
+            while not place.exists():
+                place = place.parent
+        except (OSError, ValueError) as problem:  # ValueError: a null byte
+            self.fail(f"{path}: {problem.strerror if isinstance(problem, OSError) else problem}", param, ctx)
+        if not place.is_dir():
+            self.fail(f"{path}: {place} is no folder", param, ctx)
+        if not os.access(place, os.W_OK | os.X_OK):
+            self.fail(f"{path}: nothing can be made in {place}: permission denied, or read-only", param, ctx)
+        return path
+
+
+def make_folder(folder: Path) -> None:
+    """Make what --out has named, with the folders above it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise click.BadParameter(f"{folder}: {problem.strerror}", param_hint="--out") from None

@@ -31,7 +31,7 @@ from tensorferry.pipeline.replay.report import size_text
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.text import TokenSource
 from tensorferry.pipeline.replay.trace import load
-from tensorferry.pipeline.replay.visits import Arrival, Stations, given
+from tensorferry.pipeline.replay.visits import Arrival, Measured, Stations, given
 from tensorferry.pipeline.replay.visits import measured as visits_of_run
 from tensorferry.pipeline.replay.whole import write_whole
 from tensorferry.pipeline.replay.window import Moment, Window
@@ -89,14 +89,15 @@ def command(
     if deployment.transport == "cpu":
         raise ConfigError(str(file), None, "transport", "cpu has no pools to plan; use another")
     recording = opened(trace, rate, keys, seed)
-    run = None
+    run, less = None, list[str]()
     if measured is not None:
         if processing_ms is not None or encoding_ms is not None:
             raise click.UsageError(
                 "--measured has the times already; leave --processing-ms and --encoding-ms away", ctx
             )
         run = read_run(measured)
-        visits = _as_measured(run, recording, deployment)
+        times = _as_measured(run, recording, deployment)
+        visits, less = times.visits, list(_less_known(times))
     elif processing_ms is None or encoding_ms is None:
         raise click.UsageError("say how long things take: --measured DIR, or --processing-ms and --encoding-ms", ctx)
     elif speed.ratio is None:
@@ -114,7 +115,10 @@ def command(
     answers = list(_answers(found))
     if run is not None:
         answers.append(_check(run, visits, rules))
+    answers += less
     if as_json:
+        for caveat in less:
+            click.echo(caveat, err=True)
         click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
     else:
         print_plan(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), found, answers)
@@ -165,7 +169,21 @@ def _check(run: Run, visits: list[Visit], rules: Rules) -> str:
     return f"The run itself had pool.budget_mb={budget_mb} and {share:.2%} fallbacks; by this plan {said.share:.2%}."
 
 
-def _as_measured(run: Run, recording: Recording, deployment: Deployment) -> list[Visit]:
+def _less_known(times: Measured) -> Iterator[str]:
+    """What the run did not record, and what was taken in its place."""
+    if times.until_collected:
+        yield (
+            f"Of {times.until_collected} of {times.items} items the run does not say when they were read; they are "
+            "taken to stay until their request was collected, which is longer, so less may be enough."
+        )
+    if times.unplanned:
+        yield (
+            f"Of {times.unplanned} of {len(times.visits)} requests it does not say when they asked for room; they are "
+            "taken to ask as they came."
+        )
+
+
+def _as_measured(run: Run, recording: Recording, deployment: Deployment) -> Measured:
     if run.summary.trace.sha256 != recording.sha256():
         raise ReportError(str(run.folder), f"it is of another trace than {recording.path}; replay this one")
     if run.summary.run.pooled_from_nbytes is None:

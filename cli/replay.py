@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.outfile import OutFolder, make_folder
 from tensorferry.cli.report import write_pages
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
@@ -92,9 +93,7 @@ speed_option = click.option(
 @click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
 @media_option
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.html and the numbers behind it."
-)
+@click.option("--out", type=OutFolder(), help="Folder for report.html and the numbers behind it.")
 @click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
 @click.pass_context
 def command(
@@ -136,8 +135,6 @@ def command(
         if deployment.telemetry.log_level == "info" and not _says_log_level(settings):
             settings = (*settings, "telemetry.log_level=warning")  # a line per request and stage drowns the progress
         deployment, settings = load_to_run(file, settings)
-    if out is not None:
-        make_folder(out)
     try:
         sizes = image_model(model, seed)
     except ValueError as problem:
@@ -185,9 +182,12 @@ def command(
         plan = summarise(recorded, prepared, replay, setup)
         print_plan(console, plan)
         if out is not None:
+            make_folder(out)
             write_report(out, plan, (), drops_of(recorded, prepared, replay), 0)
             click.echo(f"wrote the plan to {click.format_filename(out)}: nothing was started")
         return
+    if out is not None:
+        make_folder(out)  # before the run: what is wrong with it is not to cost the report
     session = Session(replay)
     try:
         if prepared.requests:
@@ -210,14 +210,6 @@ def command(
 
 def _says_log_level(settings: Sequence[str]) -> bool:
     return any(setting.partition("=")[0].strip() == "telemetry.log_level" for setting in settings)
-
-
-def make_folder(out: Path) -> None:
-    """Before the run, so that a typing error does not cost its report."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise click.BadParameter(f"{out}: {problem.strerror}", param_hint="--out") from None
 
 
 @asynccontextmanager

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from tensorferry.cli.compare import print_comparison, write_comparison
 from tensorferry.cli.config import load_deployment
-from tensorferry.cli.replay import PLAIN_WIDTH, make_folder
+from tensorferry.cli.outfile import OutFolder, make_folder
+from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.cli.tracefile import trace_argument
 from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
 from tensorferry.pipeline.replay.folder import read_run
@@ -79,7 +80,7 @@ def cells(settings: Sequence[str]) -> list[Cell]:
     help="A setting and the values it is to have in turn. Repeatable; then all combinations.",
 )
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each combination.")
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="A new or empty folder.")
+@click.option("--out", required=True, type=OutFolder(), help="A new or empty folder.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(

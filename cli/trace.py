@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import click
 import msgspec
@@ -79,7 +79,7 @@ def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: i
 @_json_option
 def convert_command(
     trace: Path,
-    out: Path,
+    out: Path | BinaryIO,
     rate: float | None,
     keys: Keys | None,
     seed: int,
@@ -88,7 +88,10 @@ def convert_command(
     share: float,
     as_json: bool,
 ) -> None:
-    """Write TRACE to OUT in tensorferry's own format, in the order of time."""
+    """Write TRACE to OUT in tensorferry's own format, in the order of time.
+
+    OUT may be -, the standard output; what became of the rows is then said on stderr.
+    """
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()
     selection = _selection(recording, survey, window_of(start, end), share, seed)
@@ -105,7 +108,7 @@ def convert_command(
 @_json_option
 def cut_command(
     trace: Path,
-    out: Path,
+    out: Path | BinaryIO,
     rate: float | None,
     keys: Keys | None,
     seed: int,
@@ -114,7 +117,10 @@ def cut_command(
     share: float,
     as_json: bool,
 ) -> None:
-    """Write a part of TRACE to OUT: its lines as they are, without those that are broken."""
+    """Write a part of TRACE to OUT: its lines as they are, without those that are broken.
+
+    OUT may be -, the standard output; what became of the rows is then said on stderr.
+    """
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()
     selection = _selection(recording, survey, window_of(start, end), share, seed)
@@ -125,7 +131,7 @@ def cut_command(
 class Written(msgspec.Struct, frozen=True):
     """What became of the rows of a trace: read = kept + left + dropped."""
 
-    out: str
+    out: str  #: as it was named; - is the standard output
     read: int
     kept: int
     left: int  #: outside the window or the share
@@ -137,19 +143,21 @@ def _selection(recording: Recording, survey: Tally, window: Window, share: float
     return Selection(start_ns, end_ns, share, seed)
 
 
-def _report(survey: Tally, selection: Selection, out: Path, as_json: bool) -> None:
-    written = Written(str(out), survey.read, selection.kept, selection.left, dict(survey.dropped))
+def _report(survey: Tally, selection: Selection, out: Path | BinaryIO, as_json: bool) -> None:
+    beside = not isinstance(out, Path)  # the standard output is the trace's alone
+    name = click.format_filename(out) if isinstance(out, Path) else "-"
+    written = Written(name, survey.read, selection.kept, selection.left, dict(survey.dropped))
     if as_json:
-        _print_json(written)
+        _print_json(written, err=beside)
         return
     parts = f"{written.read} read = {written.kept} written + {written.left} left + {survey.dropped.total()} dropped"
-    click.echo(f"{click.format_filename(out)}: {parts}")
+    click.echo(f"{name}: {parts}", err=beside)
     for line in _dropped(written.dropped, [f"line {drop.line}: {drop.problem}" for drop in survey.named]):
-        click.echo(f"dropped: {line}")
+        click.echo(f"dropped: {line}", err=beside)
 
 
-def _print_json(value: msgspec.Struct) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+def _print_json(value: msgspec.Struct, *, err: bool = False) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2), err=err)
 
 
 def _rows(d: Description, scheduled: bool) -> Iterator[tuple[str, str]]:

@@ -43,6 +43,8 @@ Text = Annotated[str, Meta(max_length=4096)]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=8)]
 Dtype = Annotated[int, Meta(ge=0, lt=256)]  #: a code of `tensors.DTYPES`, its place in that table
 Grid = tuple[Index, Index, Index]  #: patches along time, height, width
+#: W3C's traceparent as bytes: trace id 16, span id 8, flags 1 (see `pipeline/traceparent.py`).
+TraceContext = Annotated[bytes, Meta(min_length=25, max_length=25)]
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -270,6 +272,7 @@ class Submit(Wire, frozen=True, tag=30):
     parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=4096)]
     output_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
     deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)]  #: from receipt; afterwards the request fails
+    context: TraceContext | None = None  #: the client's
 
 
 class Mark(Wire, frozen=True):
@@ -366,6 +369,7 @@ class Admit(Wire, frozen=True, tag=40):
     spans: tuple[Span, ...]  #: one per item, in order
     output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
     deadline_ns: Nanoseconds  #: of the owner's clock
+    context: TraceContext | None = None  #: the request's own, or its client's
 
 
 class Item(Wire, frozen=True):
@@ -388,6 +392,7 @@ class Encode(Wire, frozen=True, tag=41):
     items: tuple[Item, ...]  #: all of the request, in order
     deadline_ns: Nanoseconds
     anew: tuple[Index, ...] = ()  #: these alone are assigned: their first owners are gone. None: all are
+    context: TraceContext | None = None  #: as in Admit
 
 
 class Embedding(Wire, frozen=True):

@@ -26,6 +26,7 @@ from tensorferry.pipeline.keys import client_keys
 from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.sockets import Denial
+from tensorferry.pipeline.traceparent import parse
 
 log = structlog.get_logger()
 
@@ -140,13 +141,15 @@ class Client:
         output_tokens: int = 0,
         deadline_s: float | None = None,
         request: bytes | None = None,
+        traceparent: str | None = None,
     ) -> asyncio.Future[Outcome]:
         """Send a request; the future gives its one outcome.
 
         parts: the prompt, in order. deadline_s: after which it fails; the deployment's limit by default.
-        request: 16 bytes, random by default; an id that is in flight is refused. Bytes are handed over: they must
-        not change until the outcome is there. Paths are read here and now, each of `limits.item_mb` at most. Raises
-        BadRequest; a tokenizer that does not keep up is an outcome (`Busy`), not an error.
+        request: 16 bytes, random by default; an id that is in flight is refused. traceparent: W3C's header, of the
+        trace that it belongs to; a malformed one is left aside. Bytes are handed over: they must not change until the
+        outcome is there. Paths are read here and now, each of `limits.item_mb` at most. Raises BadRequest; a tokenizer
+        that does not keep up is an outcome (`Busy`), not an error.
         """
         request = request or secrets.token_bytes(16)
         if request in self._requests:
@@ -158,7 +161,8 @@ class Client:
         if not deadline_s > 0:
             raise BadRequest(f"deadline_s of {deadline_s}: it must be more than 0")
         deadline_s = min(deadline_s, longest_s)
-        submit = wire.Submit(request, 0, wire_parts, output_tokens, max(1, int(deadline_s * 1000)))
+        context = None if traceparent is None else parse(traceparent)
+        submit = wire.Submit(request, 0, wire_parts, output_tokens, max(1, int(deadline_s * 1000)), context)
         _check(submit, frames, self._limits)
         loop = asyncio.get_running_loop()
         sent = _Request(submit, frames, loop.time() + deadline_s, loop.create_future())
@@ -176,10 +180,13 @@ class Client:
         output_tokens: int = 0,
         deadline_s: float | None = None,
         request: bytes | None = None,
+        traceparent: str | None = None,
     ) -> Outcome:
         """`submit_nowait`, and wait for the outcome; cancelled with the caller."""
         request = request or secrets.token_bytes(16)
-        future = self.submit_nowait(parts, output_tokens=output_tokens, deadline_s=deadline_s, request=request)
+        future = self.submit_nowait(
+            parts, output_tokens=output_tokens, deadline_s=deadline_s, request=request, traceparent=traceparent
+        )
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

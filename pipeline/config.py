@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 from unicodedata import category
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -135,6 +136,7 @@ class TelemetrySpec(Spec, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "console"
     prometheus_port: Annotated[int, Meta(ge=1, le=65000)] | None = None  #: loopback; +1 per process, see docs
+    otlp_endpoint: str | None = None  #: URL of an OpenTelemetry receiver, for spans; None: none are made
     record: str | None = None  #: a file for live traffic, as a trace; what `up --record` sets
     record_media: bool = False  #: with words and images as they are; else only how many tokens, and of which size
 
@@ -322,6 +324,8 @@ def _contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
             [("gpus",), ("transport",)],
         )
     yield from _network_contradictions(d)
+    if d.telemetry.otlp_endpoint is not None and (problem := _bad_endpoint(d.telemetry.otlp_endpoint)):
+        yield problem, [("telemetry", "otlp_endpoint")]
     port, processes = d.telemetry.prometheus_port, _processes(d)
     if port is not None and port + processes - 1 > 65535:
         yield (
@@ -383,6 +387,18 @@ def _network_contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
             "move one of them",
             [("network", "port"), ("telemetry", "prometheus_port")],
         )
+def _bad_endpoint(endpoint: str) -> str | None:
+    """Why spans cannot be sent to this URL."""
+    try:
+        parts = urlsplit(endpoint)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        sound = False
+    if not sound or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
+        return f"{endpoint!a} is no URL of a receiver; write one like http://127.0.0.1:4318"
+    if parts.username is not None or parts.query or parts.fragment:
+        return f"{endpoint!a} has more than a host, a port and a path; leave the rest away"
+    return None
 
 
 def _bad_name(name: str) -> str | None:

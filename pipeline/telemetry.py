@@ -29,6 +29,7 @@ COUNTERS = {
     "requests_failed": "Requests answered with an error",
     "requests_busy": "Requests not accepted because a limit was reached or the deployment drains",
     "requests_unrecorded": "Requests that are missing from the record of live traffic",
+    "spans_lost": "Requests and encoder calls whose spans no receiver has taken",
     "requests_expired": "Requests a scheduler gave up because they never became complete",
     "batches_abandoned": "Batches an engine was spared because nobody waited for them any more",
     "submits_repeated": "Submits of a request that is in flight already",

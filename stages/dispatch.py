@@ -166,6 +166,7 @@ class Dispatch:
                 items,
                 deadline_ns,
                 anew,
+                request.context,
             )
             life = Life(peer, peer.epoch)
             request.told.append(life)
@@ -196,6 +197,7 @@ class Dispatch:
                     spans,
                     request.submit.output_tokens,
                     deadline_ns,
+                    request.context,
                 )
             )
             if prompt.precomputed:

@@ -25,7 +25,9 @@ from tensorferry.codecs.publisher import Draft
 from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import Peer
+from tensorferry.pipeline.spans import Exporter
 from tensorferry.pipeline.stage import PoolShare, Stage, opened
+from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.assignment import owners
@@ -33,6 +35,7 @@ from tensorferry.stages.call import Call, Made
 from tensorferry.stages.embeddings import Content, EmbeddingCache
 from tensorferry.stages.features import Features
 from tensorferry.stages.jobs import Job, Jobs
+from tensorferry.stages.spans import of_call
 from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
@@ -53,7 +56,11 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
         threads, device = deployment.encoder.threads, device_of(deployment, "encoder", rank)
         adapter = await run_to_end(thread, partial(make_adapter, deployment.model, threads, device))
         async with opened(deployment, "encoder", rank, share) as stage:
-            encoder = Encoder(stage, adapter, thread, waiter)
+            spans = None
+            if deployment.telemetry.otlp_endpoint is not None:
+                spans = Exporter(deployment, "encoder", rank, stage.counters)
+                stage.channels.callback(spans.close)
+            encoder = Encoder(stage, adapter, thread, waiter, spans)
             with stage.running(encoder.hear(), encoder.encode()):
                 await stage.peers.wait_ready()
                 stage.peers.open()
@@ -66,10 +73,16 @@ class Encoder:
     """See the module."""
 
     def __init__(
-        self, stage: Stage, adapter: ModelAdapter, thread: ThreadPoolExecutor, waiter: ThreadPoolExecutor
+        self,
+        stage: Stage,
+        adapter: ModelAdapter,
+        thread: ThreadPoolExecutor,
+        waiter: ThreadPoolExecutor,
+        spans: Exporter | None = None,
     ) -> None:
         """thread: where the adapter is called; waiter: where its results are waited for. One thread each."""
         self._stage, self._adapter, self._thread, self._waiter = stage, adapter, thread, waiter
+        self._spans = spans
         spec = stage.deployment.encoder
         self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
@@ -164,7 +177,7 @@ class Encoder:
             return
         with ExitStack() as embeddings:
             call = Call(jobs, self._cache, self._stage.publisher, self._stage.device, embeddings)
-            marks = [wire.Mark("encoding", time.monotonic_ns())]
+            marks = [wire.Mark("encoding", encoding_ns := time.monotonic_ns())]
             try:
                 wanted = await self._wanted(jobs, call)
                 if len(wanted) == len(jobs):
@@ -187,6 +200,7 @@ class Encoder:
                 marks.append(wire.Mark("encoded", encoded_ns := time.monotonic_ns()))
                 marks.append(wire.Mark(f"read-{self._stage.origin.rank}", call.copied_ns or encoded_ns))
                 self._count(call)
+                self._tell(jobs, call, (encoding_ns, encoded_ns))
                 for job in jobs:
                     self._answer(job.message, call.made(job), tuple(marks))
                 return
@@ -265,6 +279,15 @@ class Encoder:
         """How many patches of a job are to be encoded, as the cache is now."""
         cache = self._cache
         return sum(item.info.patches for item in job.items if cache is None or item.content not in cache)
+
+    def _tell(self, jobs: Sequence[Job], call: Call, times_ns: tuple[int, int]) -> None:
+        """Have the span of a call sent that some of its requests have theirs sent beside."""
+        contexts = [context for job in jobs if (context := job.message.context) is not None and sampled(context)]
+        if self._spans is None or not contexts:
+            return
+        model, patches = self._stage.deployment.model.adapter, sum(item.patches for item in call.items)
+        rank, items = self._stage.origin.rank, len(call.items)
+        self._spans.take(partial(of_call, contexts, model, rank, times_ns, items, patches))
 
     def _count(self, call: Call) -> None:
         self._calls += bool(call.items)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from queue import Full, Queue
-from threading import Thread
+from threading import Event, Thread
 
 import structlog
 
@@ -29,6 +29,7 @@ log = structlog.get_logger()
 
 #: Requests whose line is not written yet, at most: they hold the messages that they came in.
 MOST_WAITING = 256
+EVERY_S = 0.02  #: what came meanwhile is written together: waking the thread for each costs as much as writing it
 
 _Entry = tuple[int, wire.Submit, Sequence[Buffer]]
 
@@ -52,30 +53,37 @@ class Recorder:
         self._media, self._text, self._limits, self._counters = media, text, limits, counters
         if media is not None:
             media.mkdir(0o700, exist_ok=True)
-        self._waiting: Queue[_Entry | None] = Queue(MOST_WAITING)
+        self._waiting: deque[_Entry] = deque()
+        self._closing = Event()
         self._failed = False
-        self._thread = Thread(target=self._write, name="recorder")
+        self._thread = Thread(target=self._run, name="recorder")
         self._thread.start()
 
     def take(self, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
         """A request that has come just now. Never waits."""
-        try:
-            self._waiting.put_nowait((time.monotonic_ns(), submit, frames))
-        except Full:
+        if len(self._waiting) >= MOST_WAITING:
             self._counters.count("requests_unrecorded")
+        else:
+            self._waiting.append((time.monotonic_ns(), submit, frames))
 
     def close(self) -> None:
         """Write what waits, and end."""
-        self._waiting.put(None)
+        self._closing.set()
         self._thread.join()
         self._file.close()
 
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            self._write()
+        self._write()
+
     def _write(self) -> None:
-        while (entry := self._waiting.get()) is not None:
-            at_ns, submit, frames = entry
+        """What waits, to the file."""
+        while self._waiting:
+            at_ns, submit, frames = self._waiting.popleft()
             try:
                 self._file.write(line_of(self._request(submit, frames), at_ns))
-                if self._waiting.empty():
+                if not self._waiting:
                     self._file.flush()
             except _NoWords:
                 self._counters.count("requests_unrecorded")
@@ -84,7 +92,6 @@ class Recorder:
                 if not self._failed:
                     self._failed = True
                     log.error("not_recorded", problem=str(problem))
-            del entry, submit, frames  # else they stay in use while the next is waited for
 
     def _request(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Request:
         images: list[Image] = []

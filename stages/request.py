@@ -38,6 +38,7 @@ class Request:
     client: bytes
     submit: wire.Submit
     task: asyncio.Task[None]
+    context: bytes | None = None  #: of its span, where there is one, or its client's
     since: float = field(default_factory=time.monotonic)
     sendings: int = 0  #: how often it was sent again as a whole
     losses: int = 0  #: how often somebody died, or fell silent, who had a part in it

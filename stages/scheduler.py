@@ -19,6 +19,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, LeaseError, LeaseNotReady, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import View
+from tensorferry.pipeline import traceparent
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.stage import Stage, opened
@@ -437,4 +438,5 @@ def splice(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> E
         [(span.offset, span.length) for span in admit.spans],
         [embeddings[item] for item in range(len(admit.spans))],
         admit.output_tokens,
+        None if admit.context is None else traceparent.header(admit.context),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,9 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
+from tensorferry.pipeline.spans import Exporter
 from tensorferry.pipeline.stage import FLUSH_S, PoolShare, Stage, opened
+from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.dispatch import Dispatch
 from tensorferry.stages.load import Load, Overload, Rate
@@ -38,6 +40,7 @@ from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner, Prompt
 from tensorferry.stages.recorder import Recorder
 from tensorferry.stages.request import Life, Reported, Request
+from tensorferry.stages.spans import Ended, new_context
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
 
@@ -67,13 +70,17 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
     async with opened(deployment, "tokenizer", rank, share) as stage:
         door = stage.front_door()
         threads = stage.channels.enter_context(ThreadPoolExecutor(deployment.tokenizer.threads, "decode"))
+        spans = None
+        if deployment.telemetry.otlp_endpoint is not None:
+            spans = Exporter(deployment, "tokenizer", rank, stage.counters)
+            stage.channels.callback(spans.close)
         recorder = None
         if deployment.telemetry.record is not None:
             record = Path(deployment.telemetry.record)
             media = traffic.media_folder(record) if deployment.telemetry.record_media else None
             recorder = Recorder(traffic.part_of(record, rank), media, text, deployment.limits, stage.counters)
             stage.channels.callback(recorder.close)
-        tokenizer = Tokenizer(stage, door, threads, processor, planner, recorder)
+        tokenizer = Tokenizer(stage, door, threads, processor, planner, recorder, spans)
         with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.watch_peers()):
             await stage.peers.wait_ready()
             tokenizer.open()
@@ -94,9 +101,10 @@ class Tokenizer:
         processor: Processor,
         planner: Planner,
         recorder: Recorder | None = None,
+        spans: Exporter | None = None,
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
-        self._planner, self._recorder = planner, recorder
+        self._planner, self._recorder, self._spans = planner, recorder, spans
         self._dispatch = Dispatch(stage, threads, processor)
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
@@ -190,7 +198,8 @@ class Tokenizer:
             self._answer(client, wire.Busy(submit.request, submit.attempt, full.retry_ms, full.reason))
             return
         task = self._stage.tasks.create_task(self.serve(client, submit, frames), name=submit.request.hex())
-        self._requests[submit.request] = Request(client, submit, task)
+        context = submit.context if self._spans is None else new_context(submit)
+        self._requests[submit.request] = Request(client, submit, task, context)
         self._idle.clear()
 
     def _answer(self, client: bytes, message: wire.Message) -> None:
@@ -240,6 +249,7 @@ class Tokenizer:
             if not self._requests:
                 self._idle.set()
             self._answer(client, outcome)
+            self._tell(request, outcome, marks)
             self._log(outcome, marks["received"])
 
     async def _serve(
@@ -361,6 +371,14 @@ class Tokenizer:
         if not self._dispatch.groups():
             said.append("no attention group has all of its scheduler ranks ready")
         return list(dict.fromkeys(said))
+
+    def _tell(self, request: Request, outcome: wire.Message, marks: Mapping[str, int]) -> None:
+        """Have the spans of a request sent that was answered."""
+        if self._spans is None or request.context is None or not sampled(request.context):
+            return
+        if isinstance(outcome, wire.Result | wire.Failed):
+            model, now_ns = self._stage.deployment.model.adapter, time.monotonic_ns()
+            self._spans.take(Ended.of(request.submit, request.context, model, outcome, marks, now_ns).spans)
 
     def _log(self, outcome: wire.Message, received_ns: int) -> None:
         ms = round((time.monotonic_ns() - received_ns) / 1e6, 1)

@@ -417,8 +417,10 @@ def make_run() -> MakeRun:
         text: str = "what",
         config: Mapping[str, object] = MappingProxyType({"name": "local"}),
         speed: str = "1",
+        without: Collection[str] = (),
     ) -> Path:
-        """inline: the requests whose item fell back; failed: those that failed. The item of each has 1 MB."""
+        """inline: the requests whose item fell back; failed: those that failed; without: marks that none has. The item
+        of each has 1 MB."""
         requests = [
             Request(line=n + 1, at_ns=n * 50 * MS, output_tokens=1, text=text) for n in range(len(latencies_ms))
         ]
@@ -431,8 +433,9 @@ def make_run() -> MakeRun:
             done_ns = at_ns + round(took_ms * MS)
             item = ItemReport(0, (1, 4, 4), 4, "inline" if n in inline else "shm", 1_000_000, b"")
             steps = [("received", 0.05), ("planned", 0.1), ("processed", 0.2), ("sent", 0.2), ("encoding", 0.5)]
-            steps += [("read-0", 0.5), ("encoded", 0.9)]
-            marks = tuple(Mark(step, 1 + at_ns + round(part * took_ms * MS)) for step, part in steps)
+            steps += [("read-0", 0.5), ("encoded", 0.9), ("collected", 0.95)]
+            kept = ((step, part) for step, part in steps if step not in without)
+            marks = tuple(Mark(step, 1 + at_ns + round(part * took_ms * MS)) for step, part in kept)
             outcome = Outcome(prepared[n], at_ns, at_ns, False, done_ns, "ok", items=(item,), marks=marks)
             if n in failed:
                 outcome = Outcome(prepared[n], at_ns, at_ns, False, done_ns, "failed", "busy", "full")

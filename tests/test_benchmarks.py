@@ -37,11 +37,11 @@ pytestmark = pytest.mark.timeout(SMOKE_S + END_S)
 _KILLED = """if True:
     import os, sys, tempfile, time
     from pathlib import Path
-    from benchmarks.cpu import DEPLOYMENT, STAGES, _pid, running
+    from benchmarks.cpu import DEPLOYMENT, STAGES, pid_of, running
     from tensorferry.pipeline.runtime import Runtime
     with running(Path(sys.argv[1]), DEPLOYMENT) as deployment:
         up = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        print(*up, *(_pid(Runtime.of(deployment), stage) for stage in STAGES), flush=True)
+        print(*up, *(pid_of(Runtime.of(deployment), stage) for stage in STAGES), flush=True)
         sys.stdin.read()
 """
 

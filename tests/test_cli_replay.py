@@ -121,6 +121,25 @@ def test_a_deployment_started_for_a_replay_logs_no_line_per_request(deployment: 
     assert deployment["deployment"].telemetry.log_level == "info"
 
 
+def test_a_folder_for_the_report_is_made_once_the_trace_is_accepted(deployment: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "not-a-trace").write_text("hello\n")
+    out = tmp_path / "deep" / "out"
+    assert replayed(str(tmp_path / "not-a-trace"), "--out", out).exit_code == 1
+    assert replayed("servegen.jsonl", "--start", "900h", "--dry-run", "--out", out).exit_code == 1
+    assert replayed("servegen.jsonl", "--image-model", "nonsense", "--out", out).exit_code == 2
+    assert not out.parent.exists()
+    assert replayed("servegen.jsonl", "--out", out).exit_code == 0
+    assert (out / "summary.json").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_the_run(deployment: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/out")):
+        result = replayed("servegen.jsonl", "--out", out)
+        assert (result.exit_code, str(out) in result.stderr) == (2, True), result.output
+    assert "client" not in deployment
+
+
 def test_rows_that_are_all_broken_start_nothing_and_are_reported(deployment: dict[str, Any], tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1\n")

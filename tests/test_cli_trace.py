@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -190,6 +192,36 @@ def test_everything_a_request_can_say_survives(write: Write, tmp_path: Path) -> 
     assert (len(before.requests), before.drops) == (5, [])
     assert bare(after.requests) == bare(before.requests)
     assert before.requests[-1].at_ns == 1_731_780_000_000_000_001
+
+
+@pytest.mark.parametrize("command", ["convert", "cut"])
+def test_a_dash_is_the_standard_output_which_is_the_traces_alone(tmp_path: Path, command: str) -> None:
+    part = ("--start", "5.5s", "--end", "7.2s")
+    said = run(command, DATA / "azure_lmm.csv", "-", *part)
+    assert said.exit_code == 0, said.output
+    assert said.stderr.startswith("-: 10 read = 3 written + 7 left + 0 dropped")
+    assert run(command, DATA / "azure_lmm.csv", tmp_path / "out", *part).exit_code == 0
+    assert said.stdout_bytes == (tmp_path / "out").read_bytes()
+    assert json.loads(run(command, DATA / "azure_lmm.csv", "-", *part, "--json").stderr)["out"] == "-"
+
+
+@pytest.mark.parametrize("command", ["convert", "cut"])
+def test_nothing_selected_is_nothing_written_to_a_stream_either(command: str) -> None:
+    said = run(command, DATA / "azure_lmm.csv", "-", "--start", "900h")
+    assert (said.exit_code, said.stdout_bytes) == (1, b"")
+    assert "all of its 10 requests lie outside" in said.stderr
+
+
+def test_a_reader_that_has_enough_ends_a_conversion(write: Write) -> None:
+    path = write(*at(*range(20_000)))
+    asked = [sys.executable, "-P", "-m", "tensorferry", "trace", "convert", str(path), "-"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as converting:
+        assert converting.stdout is not None
+        assert converting.stderr is not None
+        assert json.loads(converting.stdout.readline())["at_ms"] == 0
+        converting.stdout.close()
+        assert b"Traceback" not in converting.stderr.read()
+        assert converting.wait(60) == 1
 
 
 def test_images_stay_where_they_are(write: Write, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from tensorferry.cli.main import main
 from tensorferry.pipeline.replay.folder import read_run
 from tensorferry.pipeline.replay.forecast import MIB, Rules, Stay, Visit, forecast, plan
+from tensorferry.pipeline.replay.recording import Recording
 from tensorferry.pipeline.replay.visits import Arrival, Stations, given, measured
 from tensorferry.stages.assignment import assign
 
@@ -147,10 +148,35 @@ def test_small_items_and_other_workers_are_out_of_the_way() -> None:
 def test_a_run_gives_the_times_of_each_item_and_its_worker(make_run: MakeRun, tmp_path: Path) -> None:
     """Requests come every 50 ms, are planned after a tenth of their time and read after half of it."""
     run = read_run(make_run(tmp_path, [100, 40, 80], inline=(1,)))
-    visits = measured(run, workers=2)
+    visits = measured(run, workers=2).visits
     assert [visit.at_ns // MS for visit in visits] == [10, 54, 108]
     assert [visit.worker for visit in visits] == [0, 1, 0]
     assert kept(visits) == [[40 * MS], [16 * MS], [32 * MS]]
+
+
+def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collected after 19 twentieths of a request's time, and received after one."""
+    whole = measured(read_run(make_run(tmp_path / "whole", [100, 40])), workers=1)
+    assert (whole.items, whole.until_collected, whole.unplanned) == (2, 0, 0)
+    config = {"name": "local", "pool": {"budget_mb": 4}}
+    folder = make_run(tmp_path / "run", [100, 40], without=("read-0",), config=config)
+    found = measured(read_run(folder), workers=1)
+    assert (found.items, found.until_collected, found.unplanned) == (2, 2, 0)
+    assert kept(found.visits) == [[85 * MS], [34 * MS]]
+    older = measured(read_run(make_run(tmp_path / "older", [100, 40], without=("read-0", "planned"))), workers=1)
+    assert kept(older.visits) == [[90 * MS], [36 * MS]]
+    assert older.unplanned == 2
+
+    monkeypatch.setattr(Recording, "sha256", lambda recording: "ab" * 32)
+    asked = ("plan", BUNDLED, "--config", LOCAL, "--measured", folder)
+    assert "2 of 2 items the run does not say when they were read" in cli(*asked).stdout
+    as_json = cli(*asked, "--json")
+    assert "2 of 2 items" in as_json.stderr
+    assert json.loads(as_json.stdout)["curve"]
+    nothing = make_run(tmp_path / "nothing", [100], without=("read-0", "collected"))
+    assert "lacks the times of 'collected' for line 1" in cli(*asked[:-1], nothing).stderr
 
 
 def test_plans_need_times_of_this_trace(make_run: MakeRun, tmp_path: Path) -> None:
@@ -215,7 +241,7 @@ def test_the_ledger_against_a_runs_own_times_has_the_runs_own_fallbacks(deployme
     run = read_run(folder)
     items = [item for row in run.rows for item in row.items if run.pooled(item)]
     had = sum(map(run.fell_back, items)) / len(items)
-    found = forecast(measured(run, workers=1), Rules(1, 4096), 128)
+    found = forecast(measured(run, workers=1).visits, Rules(1, 4096), 128)
     assert 0.05 < had < 0.95
     assert abs(had - found.share) <= 0.02
     said = cli("plan", BUNDLED, "--config", deployment, "--measured", folder)

@@ -211,6 +211,22 @@ async def test_an_open_loop_sends_whatever_became_of_the_earlier_requests() -> N
     assert client.most_open == 4
 
 
+async def test_a_real_wait_never_ends_early_and_can_be_given_up() -> None:
+    """A hundred of 0.3 ms, which the loop's own timer would make 1 ms. Nothing stays open."""
+    clock, before = MonotonicClock(), set(os.listdir("/proc/self/fd"))
+    late_ns = []
+    for _ in range(100):
+        at_ns = clock.now_ns() + 300_000
+        await clock.sleep_until(at_ns)
+        late_ns.append(clock.now_ns() - at_ns)
+    assert min(late_ns) >= 0
+    assert min(late_ns) < 500_000
+    await clock.sleep_until(clock.now_ns() - S)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(clock.sleep_until(clock.now_ns() + 1000 * S), 0.01)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 async def test_the_trace_is_rebased_to_its_first_request() -> None:
     replay = replay_of([19_440_110 * S, 19_440_111 * S], speed="4")
     await run(replay, FakeClient(always_ok))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -17,36 +18,43 @@ from tensorferry.pipeline.replay.selection import Conversations, Selection
 from tensorferry.pipeline.replay.whole import destination, write_whole
 
 
-def convert(recording: Recording, survey: Tally, selection: Selection, out: Path) -> None:
+def convert(recording: Recording, survey: Tally, selection: Selection, out: Path | BinaryIO) -> None:
     """Write the selected requests to `out` in tensorferry's own format, in the order of time and on the trace's own
-    clock. It appears whole or not at all. Images that are files stay where they are.
+    clock. A file appears whole or not at all; a stream gets each line as it is read, and relative paths in it start
+    at the current folder. Images that are files stay where they are.
 
     Raises OutputError, also where `out` is the trace itself."""
-    _spare(recording, out)
-    lines = _own_lines(selection.of(recording.in_order(survey)), recording.folder, out.resolve().parent)
-    write_whole(out, _some(recording, selection, lines))
+    lines = _own_lines(selection.of(recording.in_order(survey)), recording.folder, _folder_of(out))
+    _write(recording, out, _some(recording, selection, lines))
 
 
-def cut(recording: Recording, selection: Selection, out: Path) -> Tally:
+def cut(recording: Recording, selection: Selection, out: Path | BinaryIO) -> Tally:
     """Write the lines of the selected requests as they are, in the order of the file, below its header.
 
     A line with several turns is kept by its first; one whose time counts from the turn before goes where that goes.
     Raises TraceError where the copy could not be read as the same requests, OutputError as `convert` does.
     """
-    _spare(recording, out)
     if recording.drawn:
         problem = "its requests are drawn from statistics, so there are no lines of it to cut; use `trace convert`"
         raise TraceError(str(recording.path), None, problem)
     tally = Tally()
-    elsewhere = out.resolve().parent != recording.folder
-    write_whole(out, _some(recording, selection, _kept_lines(recording, selection, tally, elsewhere)))
+    elsewhere = _folder_of(out) != recording.folder
+    _write(recording, out, _some(recording, selection, _kept_lines(recording, selection, tally, elsewhere)))
     return tally
 
 
-def _spare(recording: Recording, out: Path) -> None:
-    """Recordings cannot be made again."""
-    if recording.holds(destination(out)):
+def _folder_of(out: Path | BinaryIO) -> Path:
+    return out.resolve().parent if isinstance(out, Path) else Path.cwd()
+
+
+def _write(recording: Recording, out: Path | BinaryIO, lines: Iterable[bytes]) -> None:
+    if not isinstance(out, Path):
+        out.writelines(lines)
+        out.flush()
+        return
+    if recording.holds(destination(out)):  # recordings cannot be made again
         raise OutputError(str(out), "the trace itself, which would be lost; name another file")
+    write_whole(out, lines)
 
 
 def _some(recording: Recording, selection: Selection, lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -75,8 +83,7 @@ def _relative(image: Image) -> bool:
 
 def _kept_lines(recording: Recording, selection: Selection, tally: Tally, elsewhere: bool) -> Iterator[bytes]:
     conversations, followed = Conversations(), set[str]()
-    if recording.header:
-        yield recording.header + b"\n"
+    header = recording.header
     with closing(recording.lines(tally)) as lines:
         for line, requests in lines:
             first = requests[0]
@@ -92,4 +99,7 @@ def _kept_lines(recording: Recording, selection: Selection, tally: Tally, elsewh
                 problem = "its images lie relative to it; write the copy beside it, or use `trace convert`"
                 raise TraceError(str(recording.path), first.line, problem)
             selection.kept += len(requests)
+            if header:  # not before there is a line to go below it: what a stream was given cannot be taken back
+                yield header + b"\n"
+                header = b""
             yield line + b"\n"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.pipeline.marks import reached
 from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented
 from tensorferry.pipeline.replay.request import ASSUMED_OUTPUT_TOKENS, Drop, Image
@@ -22,7 +23,6 @@ from tensorferry.pipeline.replay.summary import (
     Reason,
     Summary,
     TraceSummary,
-    reached,
 )
 from tensorferry.pipeline.replay.whole import write_whole
 

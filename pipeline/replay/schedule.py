@@ -15,6 +15,8 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Protocol
 
+from tensorferry.pipeline.replay.alarm import rings
+
 #: A burst of more than this many is sent in slices, so that answers are taken in between.
 _SLICE = 64
 
@@ -67,10 +69,8 @@ class MonotonicClock:
         return time.monotonic_ns()
 
     async def sleep_until(self, at_ns: int) -> None:
-        left_ns = at_ns - time.monotonic_ns()
-        while left_ns > 0:  # a timer may fire a little early
-            await asyncio.sleep(left_ns / 1e9)
-            left_ns = at_ns - time.monotonic_ns()
+        if at_ns > time.monotonic_ns():
+            await rings(at_ns)
 
 
 class Ceiling:

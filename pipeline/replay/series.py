@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tensorferry.pipeline.marks import READ, SPANS
 from tensorferry.pipeline.replay.folder import Row, Run
-from tensorferry.pipeline.replay.summary import READ
 
 Floats = npt.NDArray[np.float64]
 
@@ -18,19 +18,6 @@ MOST_BINS = 90
 MOST_POINTS = 400  #: of a line: more than a screen shows of a small plot
 _WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
-#: What happens up to each mark that the deployment sets; the last is up to the answer's arrival.
-SPANS = {
-    "received": "to the tokenizer",
-    "planned": "planning",
-    "processed": "processing",
-    "sent": "hand-over",
-    "encoding": "encoder queue",
-    "encoded": "encoding",
-    "collected": "to the scheduler",
-    "running": "scheduler queue",
-    "done": "engine",
-    "answered": "answer",
-}
 ARRIVAL, FAILED, UNSENT = "answer", "failed later", "not sent yet"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from tensorferry import __version__
-from tensorferry.codecs.messages import Mark, Member
+from tensorferry.codecs.messages import Member
+from tensorferry.pipeline.marks import READ, reached
 from tensorferry.pipeline.replay.prepare import Invented, Preparation
 from tensorferry.pipeline.replay.request import Drop
 from tensorferry.pipeline.replay.run import Outcome, Replay
@@ -318,20 +319,6 @@ def _items(ok: Sequence[Outcome], pooled_from_nbytes: int | None) -> Items:
         {transport: Carried(items[transport], nbytes[transport]) for transport in sorted(items)},
         None if pooled_from_nbytes is None else Carried(fallbacks, fallback_nbytes),
     )
-
-
-#: A mark of one encoder rank, `read-3`: it had read its items' features, so they keep no place in a pool any more. No
-#: step of the request, as the ranks of a request work beside each other.
-READ = "read-"
-
-
-def reached(marks: Iterable[Mark]) -> dict[str, int]:
-    """When each step was, in the order of time. One that several processes reach for a request (encoder ranks)
-    counts when the last of them has."""
-    latest: dict[str, int] = {}
-    for mark in marks:
-        latest[mark.step] = max(mark.at_ns, latest.get(mark.step, 0))
-    return dict(sorted(latest.items(), key=lambda pair: pair[1]))
 
 
 def _steps(ok: Sequence[Outcome], start_ns: int) -> list[Step]:

@@ -6,44 +6,60 @@ together; or where an item is alone in its call, as that ends, since it is then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import msgspec
 
 from tensorferry.codecs.errors import ReportError
+from tensorferry.pipeline.marks import READ
 from tensorferry.pipeline.replay.folder import Row, Run
 from tensorferry.pipeline.replay.forecast import Stay, Visit
-from tensorferry.pipeline.replay.summary import READ
 
 MS = 1_000_000
 
 
-def measured(run: Run, workers: int) -> list[Visit]:
+class Measured(NamedTuple):
+    """What a run says of its items' stays, and of how many it says less than it could."""
+
+    visits: list[Visit]
+    items: int  #: that were in a pool, or should have been
+    until_collected: int  #: of these, whose encoder has not said when it read them: kept until `collected`, it is taken
+    unplanned: int  #: requests that are taken to have asked for room when they were `received`
+
+
+def measured(run: Run, workers: int) -> Measured:
     """The visits of a run's requests, of those that were ok.
 
-    Raises ReportError where the run has no request with an item for a pool, or lacks the times.
+    Where it was not recorded when an item was read, or a request planned, the nearest mark around that counts: the stay
+    is then longer than it was, and so is never planned too short. Raises ReportError where the run has no request with
+    an item for a pool, or lacks those marks too.
     """
     rows = [row for row in run.ok if any(map(run.pooled, row.items))]
     if not rows:
         raise ReportError(str(run.folder), "none of its requests had an item for a pool, so there is nothing to plan")
     doors = _doors(run.rows, rows, workers)
+    visits: list[Visit] = []
+    items = until_collected = unplanned = 0
     try:
-        return [
-            Visit(round(row.marks_ms["planned"] * MS), worker, tuple(_kept(run, row)))
-            for row, worker in zip(rows, doors, strict=True)
-        ]
+        for row, worker in zip(rows, doors, strict=True):
+            marks = row.marks_ms
+            unplanned += "planned" not in marks
+            asked_ms = marks["planned"] if "planned" in marks else marks["received"]
+            stays: list[Stay] = []
+            for item in filter(run.pooled, row.items):
+                read = f"{READ}{item.rank}"
+                # Embeddings that came with the request are read by the scheduler.
+                until_collected += item.rank >= 0 and read not in marks
+                left_ms = marks[read] if read in marks else marks["collected"]
+                stays.append(Stay(item.nbytes, max(0, round((left_ms - asked_ms) * MS))))
+            items += len(stays)
+            visits.append(Visit(round(asked_ms * MS), worker, tuple(stays)))
     except KeyError as missing:
-        raise ReportError(str(run.folder), f"it lacks the times of {missing}; replay again with this version") from None
-
-
-def _kept(run: Run, row: Row) -> Iterator[Stay]:
-    marks = row.marks_ms
-    for item in filter(run.pooled, row.items):
-        # Embeddings that came with the request are read by the scheduler.
-        read_ms = marks[f"{READ}{item.rank}"] if item.rank >= 0 else marks["collected"]
-        yield Stay(item.nbytes, max(0, round((read_ms - marks["planned"]) * MS)))
+        problem = f"it lacks the times of {missing} for line {row.line}; replay again with this version"
+        raise ReportError(str(run.folder), problem) from None
+    return Measured(visits, items, until_collected, unplanned)
 
 
 def _doors(sent: Sequence[Row], wanted: Sequence[Row], workers: int) -> Iterable[int]:

@@ -23,6 +23,7 @@ class EngineRequest:
     #: complete for what the event loop's thread queues on its current stream; `View.host()` copies and waits.
     embeddings: Sequence[Mapping[str, View]]
     output_tokens: int
+    traceparent: str | None = None  #: for an engine with spans of its own: W3C's header, with this request as parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class TextEncoder:
         return ids, spans
 
     def _placeholders_in(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = np.isin(
-            ids, (self.vision_start, self.image_pad, self.video_pad, self.vision_end)
-        )
+        found: npt.NDArray[np.bool_] = ids == self.vision_start  # numpy's isin takes 20 us of a short text's 40
+        for placeholder in (self.image_pad, self.video_pad, self.vision_end):
+            found |= ids == placeholder
         return found

@@ -22,6 +22,8 @@ FILE = Path(__file__).with_name("messages.json")
 REQUEST = bytes(range(16))
 CONTENT = bytes(range(240, 256))
 LARGEST = (1 << 63) - 1
+#: The traceparent of W3C's own example: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01.
+CONTEXT = bytes.fromhex("0af7651916cd43dd8448eb211c80319cb7ad6b716920333101")
 
 TOKENIZER = wire.Origin("tokenizer", 0, 0x1122334455667788)
 ENCODER = wire.Origin("encoder", 2, 0x0102030405060708)
@@ -78,6 +80,7 @@ MESSAGES: dict[str, wire.Message] = {
         16,
         1000,
     ),
+    "submit, of a trace": wire.Submit(REQUEST, 0, (wire.TextPart("hello"),), 16, 1000, CONTEXT),
     "submit, an animated file": wire.Submit(REQUEST, 0, (wire.AnimationPart(0),), 16, 1000),
     "result": wire.Result(
         REQUEST,
@@ -110,6 +113,9 @@ MESSAGES: dict[str, wire.Message] = {
     "admit, text only": wire.Admit(
         REQUEST, 0, SCHEDULER.epoch, TOKENIZER, (wire.Rank(1, SCHEDULER.epoch),), b"\x01\0\0\0", (), 0, LARGEST
     ),
+    "admit, with a context": wire.Admit(
+        REQUEST, 0, SCHEDULER.epoch, TOKENIZER, (wire.Rank(1, SCHEDULER.epoch),), b"\x01\0\0\0", (), 0, LARGEST, CONTEXT
+    ),
     "encode": wire.Encode(
         REQUEST,
         0,
@@ -137,6 +143,9 @@ MESSAGES: dict[str, wire.Message] = {
         ),
         31_536_000_000_000_000,
         (1,),
+    ),
+    "encode, with a context": wire.Encode(
+        REQUEST, 0, ENCODER.epoch, TOKENIZER, (), (), (), 31_536_000_000_000_000, (), CONTEXT
     ),
     "embeddings": wire.Embeddings(
         REQUEST,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensorferry.codecs.errors import ReportError
-from tensorferry.pipeline.replay.series import SPANS, UNSENT, Bins, Floats, Span, distribution
+from tensorferry.pipeline.marks import SPANS
+from tensorferry.pipeline.replay.series import UNSENT, Bins, Floats, Span, distribution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tensorferry.pipeline.marks import SPANS
 from tensorferry.pipeline.replay import series
 from tensorferry.pipeline.replay.folder import Row, Run
 from tensorferry.pipeline.replay.html import charts, page
@@ -159,7 +160,7 @@ def _stages(run: Run) -> Html:
     figures, tables = [], []
     if steps:
         lengths = {
-            series.SPANS.get(step.step, step.step): (step.since_previous.p50 / 1e3, step.since_previous.p99 / 1e3)
+            SPANS.get(step.step, step.step): (step.since_previous.p50 / 1e3, step.since_previous.p99 / 1e3)
             for step in steps
         }
         figures.append(
@@ -190,7 +191,7 @@ def _stages(run: Run) -> Html:
 def _step(step: Step) -> list[object]:
     part, whole = step.since_previous, step.since_sent
     times = (f"{value:.2f}" for value in (part.p50, part.p99, whole.p50, whole.p99))
-    return [series.SPANS.get(step.step, step.step), step.step, step.requests, *times]
+    return [SPANS.get(step.step, step.step), step.step, step.requests, *times]
 
 
 def _slow(run: Run, row: Row, way: Sequence[series.Span]) -> list[object]:

@@ -1,0 +1,173 @@
+"""What seeing costs: CPU of a request with metrics scraped and traffic recorded, and with spans sent too, over without.
+
+Three deployments are up, and take turns: off, on, spans; then spans, on, off. A turn and that of `off` in the same
+round are a pair, so a machine that gets busier meets all of them. What is said is the mean of the pairs' ratios, with a
+bootstrap interval over the pairs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from benchmarks.cpu import STAGES, START_S, pid_of, running
+from benchmarks.results import Measurement, Outcome, Scale, Verdict, measurement
+from tensorferry.codecs.messages import Result
+from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.replay import bootstrap
+from tensorferry.pipeline.runtime import Runtime
+
+_IN_FLIGHT = 8
+_PHOTO = Path(__file__).parents[1] / "examples" / "images" / "coffee_exif_orientation6.jpg"
+_MOST = 1.05  #: times the CPU without
+
+DEPLOYMENT = """
+name: overhead-%s
+transport: shm
+runtime_dir: {folder}/run
+%s
+telemetry: {{%s}}
+"""
+_NOTHING = """
+model: {{adapter: "benchmarks.plugins:NoAdapter"}}
+tokenizer: {{processor: "benchmarks.plugins:NoProcessor"}}
+"""
+#: What a request is like: the deployment's other keys, and how many requests a turn has.
+KINDS = {"as by default": ("model: {{adapter: patch-vit}}", 64), "with no-op adapters": (_NOTHING, 1024)}
+ARMS = {
+    "off": "log_level: info",
+    "metrics and recording": "prometheus_port: %(port)d, record: '{folder}/record.jsonl'",
+    "metrics, recording and spans": "prometheus_port: %(port)d, record: '{folder}/record.jsonl', "
+    "otlp_endpoint: 'http://127.0.0.1:%(sink)d'",
+}
+#: A receiver that takes all, in a process of its own. It says its port.
+_SINK = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Sink(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+server = HTTPServer(("127.0.0.1", 0), Sink)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+class _Arm(NamedTuple):
+    client: Client
+    pids: Sequence[int]
+    ports: Sequence[int]  #: of Prometheus
+
+    def cpu_ms(self) -> float:
+        return sum(map(_cpu_ms, self.pids))
+
+
+def overhead(scale: Scale) -> Outcome:
+    """One tokenizer, encoder and scheduler each; a sentence and a photo a request, eight in flight."""
+    found: list[Measurement] = []
+    verdicts: list[Verdict] = []
+    for kind, (keys, count) in KINDS.items():
+        _judge(kind, asyncio.run(_measured(scale, keys, scale.of(count))), scale, found, verdicts)
+    return Outcome("overhead", "CPU of a request over all stages", tuple(found), tuple(verdicts))
+
+
+def _judge(
+    kind: str, spent: dict[str, list[float]], scale: Scale, found: list[Measurement], verdicts: list[Verdict]
+) -> None:
+    found.append(measurement(f"{kind}: off", "ms", spent["off"]))
+    for name in list(ARMS)[1:]:
+        ratios = [on / off for on, off in zip(spent[name], spent["off"], strict=True)]
+        of_all = bootstrap.mean(ratios).estimate
+        details = {"times": of_all.value, "times_low": of_all.low or 0.0, "times_high": of_all.high or 0.0}
+        found.append(measurement(f"{kind}: {name}", "ms", spent[name], details=details))
+        measured = of_all.high if scale.shrink == 1 else None
+        what = f"{kind}, {name}: upper bound over {len(ratios)} pairs, times the CPU without"
+        verdicts.append(Verdict.of(what, measured, "<=", _MOST))
+
+
+async def _measured(scale: Scale, keys: str, count: int) -> dict[str, list[float]]:
+    """Milliseconds of CPU a request, of each turn of so many."""
+    spent: dict[str, list[float]] = {name: [] for name in ARMS}
+    async with AsyncExitStack() as undo:
+        sink = undo.enter_context(_sink())
+        arms: dict[str, _Arm] = {}
+        for number, (name, telemetry) in enumerate(ARMS.items()):
+            folder = Path(undo.enter_context(TemporaryDirectory(prefix="ferry-")))
+            port = _free_ports(len(STAGES))
+            text = DEPLOYMENT % (number, keys, telemetry % {"port": port, "sink": sink})
+            deployment = undo.enter_context(running(folder, text))
+            client = await undo.enter_async_context(Client.connect(deployment, timeout_s=START_S))
+            runtime = Runtime.of(deployment)
+            ports = range(port, port + len(STAGES)) if name != "off" else ()
+            arms[name] = _Arm(client, [pid_of(runtime, stage) for stage in STAGES], ports)
+            await _turn(arms[name], count)
+        for number in range(max(1, scale.rounds // 4)):
+            for name in ARMS if number % 2 == 0 else reversed(ARMS):
+                spent[name].append(await _turn(arms[name], count))
+    return spent
+
+
+async def _turn(arm: _Arm, count: int) -> float:
+    """Milliseconds of CPU a request, with one scrape of every process in it."""
+    photo, free = _PHOTO.read_bytes(), asyncio.Semaphore(_IN_FLIGHT)
+
+    async def request() -> None:
+        async with free:
+            outcome = await arm.client.submit(["What is in the picture? ", photo], output_tokens=16)
+            if not isinstance(outcome, Result):
+                raise RuntimeError(f"not a result: {outcome}")
+
+    before = arm.cpu_ms()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(count):
+            tasks.create_task(request())
+        for port in arm.ports:
+            tasks.create_task(asyncio.to_thread(_scrape, port))
+    return (arm.cpu_ms() - before) / count
+
+
+def _scrape(port: int) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=START_S) as answer:
+        assert b"tensorferry_in_flight" in answer.read()
+
+
+def _cpu_ms(pid: int) -> float:
+    """CPU time of all threads of a process so far, to the nanosecond. Source: clock_getcpuclockid(3), whose clock of a
+    process is its id, inverted, above three bits that say which time of it is meant."""
+    return time.clock_gettime_ns((~pid << 3) | 2) / 1e6
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody has now."""
+    for first in range(20_000, 60_000, count):
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+    raise RuntimeError("no free ports")
+
+
+@contextmanager
+def _sink() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", _SINK], stdout=subprocess.PIPE) as sink:
+        assert sink.stdout is not None
+        try:
+            yield int(sink.stdout.readline())
+        finally:
+            sink.kill()
