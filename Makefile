@@ -35,7 +35,7 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device; those for peers need t
 bench-gpu: $(STAMP)  ## hand-overs in GPU memory, measured here; PEER=DIR: beside the incumbent's, unpacked there
 	$(BIN)/python -m benchmarks.gpu_handoff $(if $(PEER),--peer $(PEER))
 
-chaos: $(STAMP)  ## random stages killed and stopped under load, for six minutes; SEED=N repeats a run
+chaos: $(STAMP)  ## random stages killed, stopped, starved, cut off and flooded under load, for seven minutes; SEED=N repeats a run
 	$(BIN)/python -m benchmarks.chaos $(if $(SEED),--seed $(SEED))
 
 protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds

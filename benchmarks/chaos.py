@@ -1,9 +1,10 @@
-"""Chaos: random stages are killed and stopped under load, and the client's ledger must balance to zero.
+"""Chaos: random stages are killed, stopped, starved, cut off and flooded under load, and the client's ledger must
+balance to zero.
 
 `python -m benchmarks.chaos --seed 7` runs a deployment of its own, without a GPU. Requests with images come as fast as
-the deployment takes them; meanwhile a process is killed every few seconds, and some are stopped and let go. Every
-request must end exactly once, with the digests of its images where it ends well; afterwards every lease is back, every
-process lives, and with the deployment all of its files, sockets and processes are gone.
+the deployment takes them; meanwhile something is done to a process every few seconds (`faults.py`). Every request must
+end exactly once, with the digests of its images where it ends well; afterwards every lease is back, every process lives
+and reads the pools of the others, and with the deployment all of its files, sockets and processes are gone.
 
 Who is hurt, how and when follows from the seed, which is printed first. What is under way in that moment does not.
 """
@@ -15,26 +16,26 @@ import json
 import os
 import random
 import secrets
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 import numpy as np
 import psutil
 from PIL import Image
 
+from benchmarks.faults import KINDS, LONGEST_S, Births, Fault, Faults, plan
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.peers import DOWNSTREAM
 from tensorferry.pipeline.stage import ranks_of
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
@@ -61,14 +62,6 @@ telemetry: {{log_level: error, log_format: json}}
 """
 
 
-class Blow(NamedTuple):
-    """What is done to one process."""
-
-    stage: str
-    rank: int
-    stop_s: float  #: how long it is stopped; 0: it is killed
-
-
 @dataclass
 class Ledger:
     """What became of every request."""
@@ -86,22 +79,11 @@ class Ledger:
         return self.sent - self.ok - self.wrong - self.failed.total()
 
 
-def blows(seed: int, ranks: dict[str, int], kills: int, stops: int) -> list[Blow]:
-    """Who is hurt, in order: kills of all stages in turn, so that each kind has its part, and stops among them."""
-    rng = random.Random(seed)
-    stages = list(ranks)
-    found = [Blow(stage, rng.randrange(ranks[stage]), 0.0) for stage in (stages[n % len(stages)] for n in range(kills))]
-    for stage in rng.choices(stages, k=stops):
-        found.append(Blow(stage, rng.randrange(ranks[stage]), rng.uniform(0.2, 5.0)))
-    rng.shuffle(found)
-    return found
-
-
 class Chaos:
     """One run over a deployment; `balance` is its verdict."""
 
-    def __init__(self, deployment: Deployment, supervisor: Supervisor, client: Client, seed: int) -> None:
-        self._deployment, self._supervisor, self._client = deployment, supervisor, client
+    def __init__(self, deployment: Deployment, faults: Faults, client: Client, seed: int) -> None:
+        self._deployment, self._faults, self._client = deployment, faults, client
         self._rng = random.Random(seed + 1)
         self._photos = [_photo(seed * PHOTOS + number) for number in range(PHOTOS)]
         processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
@@ -113,30 +95,28 @@ class Chaos:
             self._digests.append(fingerprint_of(out.data.data, plan.dtype, plan.shape))
         self._deaths: list[int] = []  # of encoders, CLOCK_MONOTONIC
         self.ledger = Ledger()
-        self.killed: Counter[str] = Counter()
-        self.stopped: Counter[str] = Counter()
+        self.inflicted: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}  #: how often, by stage
 
-    async def run(self, plan: Sequence[Blow], every_s: float, requests: int, at_once: int) -> None:
-        """All blows, and at least so many requests."""
-        hurting = asyncio.create_task(self._hurt(plan, every_s))
+    async def run(self, faults: Sequence[Fault], every_s: float, requests: int, at_once: int) -> None:
+        """All faults, and at least so many requests."""
+        hurting = asyncio.create_task(self._hurt(faults, every_s))
         async with asyncio.TaskGroup() as clients:
             for _ in range(at_once):
                 clients.create_task(self._ask(hurting, requests))
         await hurting
 
-    async def _hurt(self, plan: Sequence[Blow], every_s: float) -> None:
-        async with asyncio.TaskGroup() as stopping:
-            for blow in plan:
+    async def _hurt(self, faults: Sequence[Fault], every_s: float) -> None:
+        async with asyncio.TaskGroup() as lasting:
+            for fault in faults:
                 await asyncio.sleep(every_s)
-                pid = self._supervisor.processes[blow.stage, blow.rank]
-                if blow.stop_s:
-                    self.stopped[blow.stage] += 1
-                    stopping.create_task(_stopped(pid, blow.stop_s))
-                elif self._supervisor.is_ready(blow.stage, blow.rank):  # else it is dead, or just being born
-                    os.kill(pid, signal.SIGKILL)
-                    self.killed[blow.stage] += 1
-                    if blow.stage == "encoder":
-                        self._deaths.append(time.monotonic_ns())
+                lasting.create_task(self._inflict(fault))
+
+    async def _inflict(self, fault: Fault) -> None:
+        at_ns = time.monotonic_ns()
+        if await self._faults.inflict(fault):
+            self.inflicted[fault.kind][fault.stage] += 1
+            if (fault.kind, fault.stage) == ("kill", "encoder"):
+                self._deaths.append(at_ns)
 
     async def _ask(self, hurting: asyncio.Task[None], requests: int) -> None:
         while self.ledger.sent < requests or not hurting.done():
@@ -186,16 +166,28 @@ class Chaos:
                         f"{m.stage}-{m.rank}: {gauge.name} is {gauge.value:g}"
                         for m in members
                         for gauge in m.gauges
-                        if gauge.name == "pool_lent_slots" and gauge.value
+                        if gauge.value != self._in_the_end(m.stage).get(gauge.name, gauge.value)
                     ]
                     await asyncio.sleep(0.1)
         except TimeoutError:
             pass
         return wrong
 
+    def _in_the_end(self, stage: str) -> dict[str, int]:
+        """What the gauges of a stage say when all is well: nothing is lent, and everybody downstream reads its pool."""
+        ranks = ranks_of(self._deployment)
+        return {"pool_lent_slots": 0, "pool_consumers": sum(ranks[reader] for reader in DOWNSTREAM[stage])}
+
 
 async def chaos(
-    seed: int, *, requests: int, kills: int, stops: int, every_s: float, at_once: int = 16, transport: str = "shm"
+    seed: int,
+    *,
+    requests: int,
+    counts: Mapping[str, int],
+    every_s: float,
+    longest_s: float = LONGEST_S,
+    at_once: int = 16,
+    transport: str = "shm",
 ) -> dict[str, object]:
     """Run it; the numbers, with what is wrong under `wrong`: nothing, if all is well."""
     before = _belongings()
@@ -203,11 +195,15 @@ async def chaos(
         file = Path(folder) / "chaos.yaml"
         file.write_text(DEPLOYMENT.format(folder=folder, transport=transport))
         deployment = load(file)
-        plan = blows(seed, ranks_of(deployment), kills, stops)
-        async with Supervisor.running(deployment, file) as supervisor, Client.connect(deployment) as client:
-            run = Chaos(deployment, supervisor, client, seed)
+        births = Births(file)
+        async with (
+            Supervisor.running(deployment, file, command=births.command) as supervisor,
+            Client.connect(deployment) as client,
+        ):
+            run = Chaos(deployment, Faults(deployment, supervisor, births), client, seed)
             started = time.monotonic()
-            await run.run(plan, every_s, requests, at_once)
+            faults = plan(seed, ranks_of(deployment), counts, longest_s)
+            await run.run(faults, every_s, requests, at_once)
             took_s = time.monotonic() - started
             wrong = await run.settle()
         wrong += [f"{path.name} is left" for path in (Path(folder) / "run").rglob("*") if not path.is_dir()]
@@ -225,30 +221,13 @@ async def chaos(
         "ok": ledger.ok,
         "failed": dict(ledger.failed),
         "busy": ledger.busy,
-        "killed": dict(run.killed),
-        "stopped": dict(run.stopped),
+        "inflicted": {kind: dict(stages) for kind, stages in run.inflicted.items() if stages},
         "took_s": round(took_s, 1),
         "healed": len(ledger.healed_s),
         "healed_p50_s": _quantile(ledger.healed_s, 0.5),
         "healed_p99_s": _quantile(ledger.healed_s, 0.99),
         "wrong": wrong,
     }
-
-
-async def _stopped(pid: int, for_s: float) -> None:
-    """Stop a process, which may die meanwhile, and let it go."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-        await asyncio.sleep(for_s)
-        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(pidfd)
 
 
 def _belongings() -> Counter[str]:
@@ -279,17 +258,26 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
 @click.option("--seed", type=int, help="Of a run to be repeated; random by default.")
 @click.option("--requests", default=10_000, show_default=True, help="At least so many.")
 @click.option("--kills", default=33, show_default=True)
-@click.option("--stops", default=6, show_default=True)
-@click.option("--every-s", default=10.0, show_default=True)
+@click.option("--others", default=6, show_default=True, help="Of every other kind of fault.")
+@click.option("--only", multiple=True, type=click.Choice(list(KINDS)), help="These kinds of fault alone.")
+@click.option("--every-s", default=5.0, show_default=True)
 @click.option("--at-once", default=16, show_default=True, help="Requests in flight.")
 @click.option("--transport", type=click.Choice(["shm", "cpu"]), default="shm", show_default=True)
-def main(seed: int | None, requests: int, kills: int, stops: int, every_s: float, at_once: int, transport: str) -> None:
+def main(
+    seed: int | None,
+    requests: int,
+    kills: int,
+    others: int,
+    only: Sequence[str],
+    every_s: float,
+    at_once: int,
+    transport: str,
+) -> None:
     """Hurt a deployment under load, and balance the books."""
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     click.echo(f"seed {seed}", err=True)
-    run = chaos(
-        seed, requests=requests, kills=kills, stops=stops, every_s=every_s, at_once=at_once, transport=transport
-    )
+    counts = {kind: kills if kind == "kill" else others for kind in only or KINDS}
+    run = chaos(seed, requests=requests, counts=counts, every_s=every_s, at_once=at_once, transport=transport)
     numbers = asyncio.run(run)
     click.echo(json.dumps(numbers))
     sys.exit(1 if numbers["wrong"] else 0)

@@ -65,6 +65,10 @@ class Inbox:
     async def __anext__(self) -> Received:
         return await self._intake.next()
 
+    def mend(self) -> bool:
+        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError."""
+        return self._link.mend()
+
     def close(self) -> None:
         """Unbind and close. What was not received is lost."""
         self._link.close()
@@ -166,6 +170,10 @@ class FrontDoor:
                 raise
             raise PeerGone(name, "has disconnected") from None
 
+    def mend(self) -> bool:
+        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError."""
+        return self._link.mend()
+
     async def flush(self, deadline_s: float) -> bool:
         """Close, as Outbox's, and wait for every client."""
         return await self._link.flush(deadline_s)
@@ -186,11 +194,14 @@ class Dealer:
         limits: Limits,
         on_refused: Callable[[BadMessage], None],
         high_water: int = HIGH_WATER,
+        on_break: Callable[[], None] | None = None,
     ) -> None:
         """As an Outbox and an Inbox; the tokenizer need not be there yet."""
         check_address(address)
         self.address, self.peer = address, peer
         self._link = Link(open_socket(context, zmq.DEALER, high_water=high_water, limits=limits), address)
+        if on_break is not None:
+            self._link.on_break(on_break)
         self._link.connect()
         self._intake = Intake(self._link, limits, on_refused)
 

@@ -1,7 +1,8 @@
 """A client of a running deployment: submit requests, get exactly one outcome for each.
 
-A tokenizer that dies takes what it owned with it. The client sends that again, under the same id and a higher attempt,
-to another worker or to the next life of the same; schedulers drop the older attempt, and the client what comes of it.
+A tokenizer that dies takes what it owned with it, and a connection that breaks what is on its way. The client sends
+that again, under the same id and a higher attempt, to another worker or to the same once it answers; schedulers drop
+the older attempt, and the client what comes of it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import structlog
@@ -30,6 +32,7 @@ log = structlog.get_logger()
 Outcome = wire.Result | wire.Failed | wire.Busy
 
 RETRY_MS = 100  #: before a request is offered again that nobody takes now
+SILENT = 3  #: greetings without an answer, from which on a tokenizer gets nothing that another could take
 SLACK_S = 2.0  #: beyond a request's deadline, for its outcome to come
 
 
@@ -86,9 +89,11 @@ class Client:
         limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
         async with AsyncExitStack() as undo:
             context = undo.enter_context(open_context())
-            doors = []
+            doors: list[_Door] = []
             for rank in range(deployment.tokenizer.workers):
-                dealer = Dealer(context, runtime.front_door(rank), f"tokenizer-{rank}", limits, _refused)
+                told = partial(lambda rank: client._broke(doors[rank]), rank)
+                name = f"tokenizer-{rank}"
+                dealer = Dealer(context, runtime.front_door(rank), name, limits, _refused, on_break=told)
                 undo.callback(dealer.close)
                 doors.append(_Door(rank, dealer))
             client = cls(deployment, doors, limits)
@@ -179,7 +184,7 @@ class Client:
 
     def _send(self, sent: _Request) -> None:
         """Hand it to a tokenizer that answers, and of these to the one that has least. Raises PeerBusy."""
-        door = min(self._doors, key=lambda door: (door.asked > 2, not door.ready, len(door.open)))
+        door = min(self._doors, key=lambda door: (door.asked >= SILENT, not door.ready, len(door.open)))
         door.dealer.send_nowait(sent.submit, sent.frames)
         sent.door = door
         door.open.add(sent.submit.request)
@@ -190,7 +195,7 @@ class Client:
         if sent is None or sent.door is not None:
             return
         loop = asyncio.get_running_loop()
-        if any(door.asked <= 2 and door.ready for door in self._doors):
+        if any(door.asked < SILENT and door.ready for door in self._doors):
             submit, left_ms = sent.submit, int((sent.until - loop.time()) * 1000)
             again = {"attempt": submit.attempt + 1, "deadline_ms": max(1, left_ms)}
             sent.submit = msgspec.structs.replace(submit, **again)
@@ -275,7 +280,7 @@ class Client:
             await asyncio.sleep(timeouts.heartbeat_s)
             for door in self._doors:
                 door.asked += 1
-                if door.asked > patience and door.open and any(other.asked <= 2 for other in self._doors):
+                if door.asked > patience and door.open and any(other.asked < SILENT for other in self._doors):
                     self._lost(door)
                 self._greet(door)
             now = asyncio.get_running_loop().time()
@@ -285,6 +290,13 @@ class Client:
             if silent_s > timeouts.start_s or (silent_s > timeouts.quarantine_s and not self._directory.exists()):
                 for sent in list(self._requests.values()):
                     self._lose(sent, "PeerGone", "does not answer; the deployment may have stopped")
+
+    def _broke(self, door: _Door) -> None:
+        """The connection to a tokenizer broke. Answers to what it has would go to a client that is not there any more:
+        to it we are another one now."""
+        door.asked = max(door.asked, SILENT)
+        self._lost(door)
+        self._greet(door)
 
     def _lost(self, door: _Door) -> None:
         """A tokenizer is gone, or as good as that: others get what it had."""

@@ -129,24 +129,37 @@ class Link:
         self._stop_watching = stop
 
     def bind(self, path: str) -> None:
-        """Listen ourselves and hand ZeroMQ the descriptor.
+        """Listen ourselves and hand ZeroMQ the descriptor. Raises DeploymentError, having closed the socket.
 
         Its own bind steals an address in use, and its close unlinks the file late, in another thread, when the
         file may be a successor's already.
         """
         try:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(path)
-                found = os.stat(path)
-                self._file = path, found.st_dev, found.st_ino
-                listener.listen(4096)
-                listener.setblocking(False)
-                self._socket.set(zmq.USE_FD, listener.fileno())
-                self._socket.bind(self.address)
-                listener.detach()  # ZeroMQ closes it
+            self._bind(path)
         except (OSError, zmq.ZMQError) as problem:
             self.close()
             raise DeploymentError(f"cannot listen at {self.address}: {problem.strerror}") from None
+
+    def mend(self) -> bool:
+        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError.
+
+        Connections stay. So does the old listener, which nobody can reach: with it ZeroMQ would end them.
+        """
+        if self._file is None or self._socket.closed or is_file(*self._file):
+            return False
+        self._bind(self._file[0])
+        return True
+
+    def _bind(self, path: str) -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            found = os.stat(path)
+            self._file = path, found.st_dev, found.st_ino
+            listener.listen(4096)
+            listener.setblocking(False)
+            self._socket.set(zmq.USE_FD, listener.fileno())
+            self._socket.bind(self.address)
+            listener.detach()  # ZeroMQ closes it
 
     def check_open(self) -> None:
         if self._socket.closed:
@@ -317,11 +330,17 @@ def _bytes_of(buffer: Buffer) -> Any:
     return view.cast("B") if view.nbytes else b""
 
 
-def _unlink(path: str, device: int, inode: int) -> None:
-    """Remove the socket file that we bound, not one that somebody has bound there since."""
+def is_file(path: str, device: int, inode: int) -> bool:
+    """Whether this very file is at this path."""
     try:
         found = os.stat(path, follow_symlinks=False)
-        if (found.st_dev, found.st_ino) == (device, inode):
-            os.unlink(path)
     except FileNotFoundError:
-        pass
+        return False
+    return (found.st_dev, found.st_ino) == (device, inode)
+
+
+def _unlink(path: str, device: int, inode: int) -> None:
+    """Remove the socket file that we bound, not one that somebody has bound there since."""
+    with suppress(FileNotFoundError):
+        if is_file(path, device, inode):
+            os.unlink(path)
