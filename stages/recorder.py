@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -12,7 +15,7 @@ from threading import Thread
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import RequestError
+from tensorferry.codecs.errors import OutputError, RequestError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.pipeline.replay.formats.own import line_of
@@ -44,14 +47,18 @@ class Recorder:
     ) -> None:
         """part: a file, begun, or continued by a worker that was started again. media: a folder, made if need be; None:
         metadata alone."""
-        self._file = part.open("ab")
-        if self._file.tell():
-            self._file.write(b"\n")  # whatever its predecessor had half written is a line of its own
         self._media, self._text, self._limits, self._counters = media, text, limits, counters
-        if media is not None:
-            media.mkdir(exist_ok=True)
         self._waiting: Queue[_Entry | None] = Queue(MOST_WAITING)
         self._failed = False
+        self._file: FileIO | None = None
+        self._torn = False  # the file ends within a line, or may
+        try:
+            self._file = part.open("ab", buffering=0)
+            self._torn = self._file.tell() > 0  # whatever its predecessor had half written is a line of its own
+            if media is not None:
+                media.mkdir(exist_ok=True)
+        except OSError as problem:
+            self._complain(problem)
         self._thread = Thread(target=self._write, name="recorder")
         self._thread.start()
 
@@ -66,23 +73,36 @@ class Recorder:
         """Write what waits, and end."""
         self._waiting.put(None)
         self._thread.join()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _write(self) -> None:
         while (entry := self._waiting.get()) is not None:
             at_ns, submit, frames = entry
             try:
-                self._file.write(line_of(self._request(submit, frames), at_ns))
-                if self._waiting.empty():
-                    self._file.flush()
+                self._put(line_of(self._request(submit, frames), at_ns))
             except _NoWords:
                 self._counters.count("requests_unrecorded")
-            except OSError as problem:  # a full disk must not end a worker
+            except (OSError, OutputError) as problem:
                 self._counters.count("requests_unrecorded")
-                if not self._failed:
-                    self._failed = True
-                    log.error("not_recorded", problem=str(problem))
+                self._complain(problem)
             del entry, submit, frames  # else they stay in use while the next is waited for
+
+    def _put(self, line: bytes) -> None:
+        """Raises OSError, having written all of it or a part, which is then a line of its own."""
+        if self._file is None:
+            raise FileNotFoundError
+        data = b"\n" + line if self._torn else line
+        written = self._file.write(data)
+        self._torn = written != len(data)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _complain(self, problem: Exception) -> None:
+        """Once: a full disk must not end a worker, nor fill its log."""
+        if not self._failed:
+            self._failed = True
+            log.error("not_recorded", problem=str(problem))
 
     def _request(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Request:
         images: list[Image] = []
