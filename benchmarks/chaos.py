@@ -85,13 +85,13 @@ class Chaos:
     def __init__(self, deployment: Deployment, faults: Faults, client: Client, seed: int) -> None:
         self._deployment, self._faults, self._client = deployment, faults, client
         self._rng = random.Random(seed + 1)
-        self._photos = [_photo(seed * PHOTOS + number) for number in range(PHOTOS)]
+        self._photos = [photo(seed * PHOTOS + number) for number in range(PHOTOS)]
         processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
         self._digests = []
-        for photo in self._photos:
-            plan = processor.plan(photo)
+        for image in self._photos:
+            plan = processor.plan(image)
             out = View.empty(plan.dtype, plan.shape)
-            processor.write(photo, plan, out)
+            processor.write(image, plan, out)
             self._digests.append(fingerprint_of(out.data.data, plan.dtype, plan.shape))
         self._deaths: list[int] = []  # of encoders, CLOCK_MONOTONIC
         self.ledger = Ledger()
@@ -241,7 +241,7 @@ def _belongings() -> Counter[str]:
     return found
 
 
-def _photo(seed: int) -> bytes:
+def photo(seed: int) -> bytes:
     rng = np.random.default_rng(seed)
     width, height = (int(extent) for extent in rng.integers(60, 400, 2))
     coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
