@@ -7,6 +7,9 @@ end exactly once, with the digests of its images where it ends well; afterwards 
 and reads the pools of the others, and with the deployment all of its files, sockets and processes are gone.
 
 Who is hurt, how and when follows from the seed, which is printed first. What is under way in that moment does not.
+
+`--transport cuda_ipc --seconds 60` does the same over pools in GPU memory, all stages on one GPU, within two minutes;
+afterwards the GPU has as much free memory as before. `--device` with `shm`: stages on a GPU, pools in host memory.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from PIL import Image
 from benchmarks.faults import KINDS, LONGEST_S, Births, Fault, Faults, plan
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
+from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, load
 from tensorferry.pipeline.peers import DOWNSTREAM
@@ -41,8 +45,11 @@ from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.registry import make_processor
 
-DEADLINE_S = 60.0  #: of a request
-HEAL_S = 60.0  #: for everybody to be ready again, and everything back, at the end
+PATIENCE_S = 60.0  #: with a request, and for everybody to be ready and everything back at the end
+SHORT_S = 20.0  #: the same of a run that is measured in seconds
+SHORT_EVERY_S = 2.5  #: between two faults of such a run, and how long one lasts at most
+START_S = 90.0
+HBM_NBYTES = 32 << 20  #: that may seem to be missing: the driver keeps some, as tests/gpu found
 PHOTOS = 16
 MOST_IMAGES = 4  #: of a request
 
@@ -51,12 +58,12 @@ name: chaos
 transport: {transport}
 runtime_dir: {folder}/run
 model: {{adapter: fingerprint}}
-tokenizer: {{workers: 2, threads: 1}}
-encoder: {{ranks: 3}}
-scheduler: {{groups: 2, batch_tokens: 4096, options: {{digests: true, service_ms: 5}}}}
-pool: {{budget_mb: 32, inline_below_kb: 0}}
+tokenizer: {{workers: 2, threads: 1, devices: {devices}}}
+encoder: {{ranks: 3, devices: {devices}}}
+scheduler: {{groups: 2, batch_tokens: 4096, devices: {devices}, options: {{digests: true, service_ms: 5}}}}
+pool: {{budget_mb: 32, inline_below_kb: 0, chunk_mb: 4, idle_s: 0.5}}
 embeddings_pool: {{budget_mb: 32, inline_below_kb: 0}}
-timeouts: {{heartbeat_s: 0.25, quarantine_s: 3.0}}
+timeouts: {{heartbeat_s: 0.25, quarantine_s: 3.0, start_s: 90}}
 restarts: {{most: 1000}}
 telemetry: {{log_level: error, log_format: json}}
 """
@@ -82,17 +89,20 @@ class Ledger:
 class Chaos:
     """One run over a deployment; `balance` is its verdict."""
 
-    def __init__(self, deployment: Deployment, faults: Faults, client: Client, seed: int) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        faults: Faults,
+        client: Client,
+        photos: Mapping[bytes, bytes],
+        seed: int,
+        patience_s: float,
+    ) -> None:
+        """photos: each with its digest. patience_s: for a request, and for all to heal in the end."""
         self._deployment, self._faults, self._client = deployment, faults, client
         self._rng = random.Random(seed + 1)
-        self._photos = [photo(seed * PHOTOS + number) for number in range(PHOTOS)]
-        processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
-        self._digests = []
-        for image in self._photos:
-            plan = processor.plan(image)
-            out = View.empty(plan.dtype, plan.shape)
-            processor.write(image, plan, out)
-            self._digests.append(fingerprint_of(out.data.data, plan.dtype, plan.shape))
+        self._photos, self._digests = list(photos), list(photos.values())
+        self._patience_s = patience_s
         self._deaths: list[int] = []  # of encoders, CLOCK_MONOTONIC
         self.ledger = Ledger()
         self.inflicted: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}  #: how often, by stage
@@ -126,7 +136,7 @@ class Chaos:
     async def _request(self) -> None:
         ledger, chosen = self.ledger, self._rng.choices(range(PHOTOS), k=self._rng.randrange(MOST_IMAGES + 1))
         parts: list[str | bytes] = ["chaos ", *(self._photos[number] for number in chosen)]
-        until = time.monotonic() + DEADLINE_S
+        until = time.monotonic() + self._patience_s
         while True:
             left_s = max(0.001, until - time.monotonic())
             outcome = await self._client.submit(parts, output_tokens=1, deadline_s=left_s)
@@ -158,9 +168,9 @@ class Chaos:
         """Until everybody is ready and every lease is back; what is not."""
         wrong: list[str] = ["nobody has answered"]
         try:
-            async with asyncio.timeout(HEAL_S):
+            async with asyncio.timeout(self._patience_s):
                 while wrong:
-                    members = await self._client.refresh(HEAL_S)
+                    members = await self._client.refresh(self._patience_s)
                     wrong = [f"{m.stage}-{m.rank} is {m.state}" for m in members if m.state != "ready"]
                     wrong += [
                         f"{m.stage}-{m.rank}: {gauge.name} is {gauge.value:g}"
@@ -188,26 +198,34 @@ async def chaos(
     longest_s: float = LONGEST_S,
     at_once: int = 16,
     transport: str = "shm",
+    device: int | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> dict[str, object]:
     """Run it; the numbers, with what is wrong under `wrong`: nothing, if all is well."""
-    before = _belongings()
+    if transport in GPU_TRANSPORTS and device is None:
+        device = 0
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
         file = Path(folder) / "chaos.yaml"
-        file.write_text(DEPLOYMENT.format(folder=folder, transport=transport))
+        devices = "null" if device is None else f"[{device}]"
+        file.write_text(DEPLOYMENT.format(folder=folder, transport=transport, devices=devices))
         deployment = load(file)
+        photos = _digested([photo(seed * PHOTOS + number) for number in range(PHOTOS)], deployment, device)
+        before, free_nbytes = _belongings(device), _free_nbytes(device)
         births = Births(file)
         async with (
             Supervisor.running(deployment, file, command=births.command) as supervisor,
-            Client.connect(deployment) as client,
+            Client.connect(deployment, timeout_s=START_S) as client,
         ):
-            run = Chaos(deployment, Faults(deployment, supervisor, births), client, seed)
+            run = Chaos(deployment, Faults(deployment, supervisor, births), client, photos, seed, patience_s)
             started = time.monotonic()
             faults = plan(seed, ranks_of(deployment), counts, longest_s)
             await run.run(faults, every_s, requests, at_once)
             took_s = time.monotonic() - started
             wrong = await run.settle()
         wrong += [f"{path.name} is left" for path in (Path(folder) / "run").rglob("*") if not path.is_dir()]
-    wrong += [f"{what} is left" for what in _belongings() - before]
+    wrong += [f"{what} is left" for what in _belongings(device) - before]
+    if (kept_nbytes := free_nbytes - _free_nbytes(device)) > HBM_NBYTES:
+        wrong.append(f"{kept_nbytes >> 20} MiB of GPU memory are left")
     ledger = run.ledger
     if ledger.lost or ledger.wrong:
         wrong.append(f"{ledger.lost} lost, {ledger.wrong} wrong")
@@ -217,6 +235,7 @@ async def chaos(
         wrong.append(f"{ledger.ok} of {ledger.sent} ok; 99.5 % are needed")
     return {
         "seed": seed,
+        "transport": transport,
         "requests": ledger.sent,
         "ok": ledger.ok,
         "failed": dict(ledger.failed),
@@ -230,15 +249,49 @@ async def chaos(
     }
 
 
-def _belongings() -> Counter[str]:
-    """Children of this process and its descriptors, by what they are."""
+def _belongings(device: int | None) -> Counter[str]:
+    """Children of this process and its descriptors, by what they are; where it uses a GPU only what is surely ours, as
+    CUDA opens and closes as it likes."""
     found = Counter(f"process {child.pid}" for child in psutil.Process().children(recursive=True))
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[os.readlink(f"/proc/self/fd/{name}").split(":")[0]] += 1
+            what = os.readlink(f"/proc/self/fd/{name}").split(":")[0]
         except FileNotFoundError:  # the listing's own
             continue
+        if device is None or "tensorferry" in what or what.startswith(tempfile.gettempdir()):
+            found[what] += 1
     return found
+
+
+def _digested(photos: Sequence[bytes], deployment: Deployment, device: int | None) -> dict[bytes, bytes]:
+    """The digest of each photo, made where tokenizers will."""
+    processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+    found = {}
+    for image in photos:
+        made = processor.plan(image)
+        out = View.empty(made.dtype, made.shape, device)
+        processor.write(image, made, out)
+        found[image] = fingerprint_of(out.host().data.data, made.dtype, made.shape)
+    return found
+
+
+def _free_nbytes(device: int | None) -> int:
+    """Of a GPU; 0 where there is none to look at. Whatever else runs on it shows too."""
+    if device is None:
+        return 0
+    import torch
+
+    torch.cuda.empty_cache()
+    free_nbytes: int = torch.cuda.mem_get_info(device)[0]
+    return free_nbytes
+
+
+def counts_for(faults: int) -> dict[str, int]:
+    """So many: every second one a kill, the others of the other kinds in turn."""
+    others = [kind for kind in KINDS if kind != "kill"]
+    counts = Counter({"kill": faults - faults // 2})
+    counts.update(others[number % len(others)] for number in range(faults // 2))
+    return dict(counts)
 
 
 def photo(seed: int) -> bytes:
@@ -261,8 +314,10 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
 @click.option("--others", default=6, show_default=True, help="Of every other kind of fault.")
 @click.option("--only", multiple=True, type=click.Choice(list(KINDS)), help="These kinds of fault alone.")
 @click.option("--every-s", default=5.0, show_default=True)
+@click.option("--seconds", type=float, help="As many faults and requests as this takes, in place of the numbers above.")
 @click.option("--at-once", default=16, show_default=True, help="Requests in flight.")
-@click.option("--transport", type=click.Choice(["shm", "cpu"]), default="shm", show_default=True)
+@click.option("--transport", type=click.Choice(["shm", "cpu", *GPU_TRANSPORTS]), default="shm", show_default=True)
+@click.option("--device", type=int, help="The GPU of all stages; 0 by default where pools are in GPU memory.")
 def main(
     seed: int | None,
     requests: int,
@@ -270,14 +325,33 @@ def main(
     others: int,
     only: Sequence[str],
     every_s: float,
+    seconds: float | None,
     at_once: int,
     transport: str,
+    device: int | None,
 ) -> None:
     """Hurt a deployment under load, and balance the books."""
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     click.echo(f"seed {seed}", err=True)
-    counts = {kind: kills if kind == "kill" else others for kind in only or KINDS}
-    run = chaos(seed, requests=requests, counts=counts, every_s=every_s, at_once=at_once, transport=transport)
+    counts, patience_s, longest_s = (
+        {kind: kills if kind == "kill" else others for kind in only or KINDS},
+        PATIENCE_S,
+        LONGEST_S,
+    )
+    if seconds is not None:
+        every_s, requests, patience_s, longest_s = min(every_s, SHORT_EVERY_S), 0, SHORT_S, SHORT_EVERY_S
+        counts = counts_for(int(seconds / every_s))
+    run = chaos(
+        seed,
+        requests=requests,
+        counts=counts,
+        every_s=every_s,
+        longest_s=longest_s,
+        at_once=at_once,
+        transport=transport,
+        device=device,
+        patience_s=patience_s,
+    )
     numbers = asyncio.run(run)
     click.echo(json.dumps(numbers))
     sys.exit(1 if numbers["wrong"] else 0)
