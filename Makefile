@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help replay check audit test test-gpu bench bench-gpu chaos protocol clean
+.PHONY: help replay check audit test test-gpu bench bench-gpu chaos chaos-gpu soak protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -47,8 +47,14 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device; those for peers need t
 bench-gpu: $(STAMP)  ## hand-overs in GPU memory, measured here; PEER=DIR: beside the incumbent's, unpacked there
 	$(BIN)/python -m benchmarks.gpu_handoff $(if $(PEER),--peer $(PEER))
 
-chaos: $(STAMP)  ## random stages killed and stopped under load, for six minutes; SEED=N repeats a run
+chaos: $(STAMP)  ## random stages killed, stopped, starved, cut off and flooded under load, for seven minutes; SEED=N repeats a run
 	$(BIN)/python -m benchmarks.chaos $(if $(SEED),--seed $(SEED))
+
+chaos-gpu: $(STAMP)  ## a minute of the same over pools in GPU memory; TRANSPORT=cuda_vmm, DEVICE=N
+	$(BIN)/python -m benchmarks.chaos --transport $(or $(TRANSPORT),cuda_ipc) --device $(or $(DEVICE),0) --seconds 60 $(if $(SEED),--seed $(SEED))
+
+soak: $(STAMP)  ## a deployment at 70 % load, of which nothing may grow: 30 minutes, or MINUTES=N
+	$(BIN)/python -m benchmarks.soak $(if $(MINUTES),--minutes $(MINUTES))
 
 protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds
 	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py

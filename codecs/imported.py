@@ -159,21 +159,23 @@ class Imported:
     def is_orphan(self) -> bool:
         return self.bereaved or (self.producer is not None and is_dead(self.producer))
 
-    def check_living(self, proxy: Proxy) -> None:
-        """Raises StaleLease for a lease that is over, or was given back here.
+    def check_living(self, slot: int, generation: int) -> None:
+        """Raises BadTensor for a slot that there is not, StaleLease for a lease that is over, or was given back here.
 
         Without a control page it is the proxy that says that the lease lives: we owe an acknowledgement for whatever we
         were sent, and the slot cannot go on without it.
         """
-        given_back = self.acknowledged[proxy.slot]
+        if slot >= self.slots:
+            raise BadTensor(f"slot {slot} of a pool with {self.slots}")
+        given_back = self.acknowledged[slot]
         if self.control is not None:
-            lease = self.control.look(proxy.slot)[0]
-            if lease != proxy.generation:
-                raise StaleLease(proxy.slot, proxy.generation, f"is over: the slot is at generation {lease}")
-        elif proxy.generation < given_back:
-            raise StaleLease(proxy.slot, proxy.generation, f"is over: generation {given_back} was acknowledged here")
-        if given_back == proxy.generation:
-            raise StaleLease(proxy.slot, proxy.generation, "was acknowledged here already")
+            lease = self.control.look(slot)[0]
+            if lease != generation:
+                raise StaleLease(slot, generation, f"is over: the slot is at generation {lease}")
+        elif generation < given_back:
+            raise StaleLease(slot, generation, f"is over: generation {given_back} was acknowledged here")
+        if given_back == generation:
+            raise StaleLease(slot, generation, "was acknowledged here already")
 
     def check(self, proxy: Proxy) -> int:
         """The bytes of a proxy. Raises UnsupportedDtype or BadTensor for one that lies; allocates nothing."""
@@ -183,13 +185,26 @@ class Imported:
             raise BadTensor(f"bytes {proxy.offset} to {end} of a pool of {self.memory.nbytes}")
         return nbytes
 
-    def acknowledge(self, proxy: Proxy, held: Held, order: Order | None) -> None:
+    def acknowledge(self, slot: int, generation: int, held: Held, order: Order | None) -> None:
         """Give a lease back, in the order of its last reader and after all others; at once if nobody has read it."""
         order = order or held.last or HOST_ORDER
         while held.marks:
             order.after(held.marks.pop())
-        order.store(self.acks, self.acks.ACK, proxy.slot, proxy.generation)
-        self.acknowledged[proxy.slot] = proxy.generation
+        order.store(self.acks, self.acks.ACK, slot, generation)
+        self.acknowledged[slot] = generation
+
+    def withdraw(self, slot: int, generation: int) -> None:
+        """Give a lease back that lives, whoever was to read it yet; one that is open, at the end of its last block."""
+        try:
+            self.check_living(slot, generation)
+        except (StaleLease, BadTensor):
+            return
+        held = self.held.get((slot, generation), Held(0))
+        if held.users:
+            held.due = 1
+            return
+        self.acknowledge(slot, generation, held, None)
+        self.held.pop((slot, generation), None)
 
     def is_ready(self, proxy: Proxy) -> bool:
         if self._looks_ready(proxy):

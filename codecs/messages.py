@@ -213,6 +213,17 @@ class Confirmed(Wire, frozen=True, tag=21):
     leases: Named
 
 
+class Withdrawn(Wire, frozen=True, tag=22):
+    """The connection broke, so proxies of these leases may be lost: acknowledge those that you do not read just now.
+
+    One that comes after all is stale then.
+    """
+
+    pool: Nonce
+    to: Nonce
+    leases: Named
+
+
 class Drain(Wire, frozen=True, tag=19):
     """I am leaving: send me nothing new."""
 
@@ -433,7 +444,8 @@ class Collected(Wire, frozen=True, tag=44):
 
 
 Message = (
-    Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Confirmed | Drain | Drained
+    Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Confirmed | Withdrawn
+    | Drain | Drained
     | Submit | Result | Failed | Busy | Cancel | Admit | Encode | Embeddings | Done
     | Collected
 )  # fmt: skip

@@ -205,6 +205,16 @@ class Reader:
         if not isinstance(payload, Inline):
             self._release(self._hold(payload))
 
+    def withdraw(self, pool: int, leases: Sequence[tuple[int, int]]) -> None:
+        """The producer does not know which of these leases (slot, generation) we were told of: acknowledge them, those
+        that are open here once no block reads them any more. No-op for those that are over, and where the pool is not
+        attached."""
+        with self._lock():
+            imported = self._pools.get(pool)
+            if imported is not None:
+                for slot, generation in leases:
+                    imported.withdraw(slot, generation)
+
     def _hold(self, proxy: Proxy) -> _Use:
         """Count one user of a living lease in; each must be counted out by `_release`."""
         if not isinstance(proxy, Proxy):
@@ -235,7 +245,7 @@ class Reader:
         held.users -= 1
         imported.open -= 1
         if held.users == 0 and held.due <= 1:
-            imported.acknowledge(proxy, held, order)
+            imported.acknowledge(proxy.slot, proxy.generation, held, order)
             del imported.held[proxy.slot, proxy.generation]
         elif order is not None:
             held.ended(order)
@@ -294,9 +304,7 @@ class Reader:
         imported = self._pools.get(proxy.pool)
         if imported is None:
             raise PeerGone(f"pool {proxy.pool}", "is not attached here")
-        if proxy.slot >= imported.slots:
-            raise BadTensor(f"slot {proxy.slot} of a pool with {imported.slots}")
-        imported.check_living(proxy)
+        imported.check_living(proxy.slot, proxy.generation)
         return imported
 
 

@@ -44,6 +44,7 @@ from tensorferry.pipeline.conversation import (
     close_all,
 )
 from tensorferry.pipeline.readiness import readable
+from tensorferry.pipeline.sockets import is_file
 
 log = structlog.get_logger()
 
@@ -85,11 +86,15 @@ class Broker:
         self._origins: dict[int, Origin] = {}  # of the living, by column
         self._deadline_s = deadline_s
         self._free = asyncio.Semaphore(conversations)
+        self._listeners = ExitStack()
+        self._file = (0, 0)  # device and inode that we listen at
+        self._conversations: asyncio.TaskGroup | None = None
         self._undo = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as undo:
-            listener = undo.enter_context(_listening(self.path))
+            self._listeners = undo.enter_context(ExitStack())
+            listener = self._listen()
             tasks = await undo.enter_async_context(asyncio.TaskGroup())
             serving = tasks.create_task(self._serve(listener), name="broker")
             undo.callback(serving.cancel)
@@ -101,6 +106,19 @@ class Broker:
     ) -> None:
         await self._undo.__aexit__(kind, problem, trace)
 
+    def mend(self) -> bool:
+        """Listen anew where the socket file has been removed; False: it is there. Raises OSError."""
+        if self._conversations is None or is_file(self.path, *self._file):
+            return False
+        self._conversations.create_task(self._accept(self._listen(), self._conversations), name="broker")
+        return True
+
+    def _listen(self) -> socket.socket:
+        listener = self._listeners.enter_context(_listening(self.path))
+        found = os.stat(self.path)
+        self._file = found.st_dev, found.st_ino
+        return listener
+
     def check_words(self) -> None:
         """Look for foreign acknowledgements, and say who is quarantined for them."""
         for column in self._pool.check_words():
@@ -111,11 +129,15 @@ class Broker:
 
     async def _serve(self, listener: socket.socket) -> None:
         async with asyncio.TaskGroup() as tasks:
-            while True:
-                await self._free.acquire()
-                line = Line(await _accepted(listener), "a consumer")
-                conversation = tasks.create_task(self._converse(line, tasks), name="conversation")
-                conversation.add_done_callback(partial(self._hang_up, line))
+            self._conversations = tasks
+            await self._accept(listener, tasks)
+
+    async def _accept(self, listener: socket.socket, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            await self._free.acquire()
+            line = Line(await _accepted(listener), "a consumer")
+            conversation = tasks.create_task(self._converse(line, tasks), name="conversation")
+            conversation.add_done_callback(partial(self._hang_up, line))
 
     def _hang_up(self, line: Line, _: asyncio.Task[None]) -> None:
         line.close()

@@ -87,6 +87,10 @@ class Inbox:
     async def __anext__(self) -> Received:
         return await self._intake.next()
 
+    def mend(self) -> bool:
+        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError."""
+        return self._link.mend()
+
     def close(self) -> None:
         """Unbind and close. What was not received is lost."""
         self._link.close()
@@ -198,6 +202,10 @@ class FrontDoor:
                 raise
             raise PeerGone(name, "has disconnected") from None
 
+    def mend(self) -> bool:
+        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError."""
+        return self._link.mend()
+
     async def flush(self, deadline_s: float) -> bool:
         """Close, as Outbox's, and wait for every client."""
         return await self._link.flush(deadline_s)
@@ -218,6 +226,7 @@ class Dealer:
         limits: Limits,
         on_refused: Callable[[BadMessage], None],
         high_water: int = HIGH_WATER,
+        on_break: Callable[[], None] | None = None,
         *,
         curve: CurveClient | None = None,
         on_denied: Callable[[Denial], None] | None = None,
@@ -230,6 +239,8 @@ class Dealer:
         self.address, self.peer = address, peer
         made = open_socket(context, zmq.DEALER, high_water=high_water, limits=limits, curve=curve)
         self._link = Link(made, address)
+        if on_break is not None:
+            self._link.on_break(on_break)
         _tell_of_denials(self._link, on_denied, also=zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._link.connect()
         self._intake = Intake(self._link, limits, on_refused)

@@ -1,7 +1,8 @@
 """A client of a running deployment: submit requests, get exactly one outcome for each.
 
-A tokenizer that dies takes what it owned with it. The client sends that again, under the same id and a higher attempt,
-to another worker or to the next life of the same; schedulers drop the older attempt, and the client what comes of it.
+A tokenizer that dies takes what it owned with it, and a connection that breaks what is on its way. The client sends
+that again, under the same id and a higher attempt, to another worker or to the same once it answers; schedulers drop
+the older attempt, and the client what comes of it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 Outcome = wire.Result | wire.Failed | wire.Busy
 
 RETRY_MS = 100  #: before a request is offered again that nobody takes now
+SILENT = 3  #: greetings without an answer, from which on a tokenizer gets nothing that another could take
 MOST_DENIALS = 3  #: handshakes in a row that a front door hung up in, before its key is taken for another
 SLACK_S = 2.0  #: beyond a request's deadline, for its outcome to come
 
@@ -105,6 +107,7 @@ class Client:
                     f"tokenizer-{rank}",
                     limits,
                     _refused,
+                    on_break=partial(client._broke, rank),
                     curve=curve,
                     on_denied=partial(client._denied, rank),
                 )
@@ -204,7 +207,9 @@ class Client:
 
     def _send(self, sent: _Request) -> None:
         """Hand it to a tokenizer that answers, and of these to the one that has least. Raises PeerBusy."""
-        door = min(self._doors, key=lambda door: (bool(door.denied), door.asked > 2, not door.ready, len(door.open)))
+        door = min(
+            self._doors, key=lambda door: (bool(door.denied), door.asked >= SILENT, not door.ready, len(door.open))
+        )
         door.dealer.send_nowait(sent.submit, sent.frames)
         sent.door = door
         door.open.add(sent.submit.request)
@@ -215,7 +220,7 @@ class Client:
         if sent is None or sent.door is not None:
             return
         loop = asyncio.get_running_loop()
-        if any(door.asked <= 2 and door.ready for door in self._doors):
+        if any(door.asked < SILENT and door.ready for door in self._doors):
             submit, left_ms = sent.submit, int((sent.until - loop.time()) * 1000)
             again = {"attempt": submit.attempt + 1, "deadline_ms": max(1, left_ms)}
             sent.submit = msgspec.structs.replace(submit, **again)
@@ -322,7 +327,7 @@ class Client:
             await asyncio.sleep(timeouts.heartbeat_s)
             for door in self._doors:
                 door.asked += 1
-                if door.asked > patience and door.open and any(other.asked <= 2 for other in self._doors):
+                if door.asked > patience and door.open and any(other.asked < SILENT for other in self._doors):
                     self._lost(door)
                 self._greet(door)
             now = asyncio.get_running_loop().time()
@@ -337,6 +342,14 @@ class Client:
             if silent_s > timeouts.start_s or stopped:
                 for sent in list(self._requests.values()):
                     self._lose(sent, "PeerGone", "does not answer; the deployment may have stopped")
+
+    def _broke(self, rank: int) -> None:
+        """The connection to a tokenizer broke. Answers to what it has would go to a client that is not there any more:
+        to it we are another one now."""
+        door = self._doors[rank]
+        door.asked = max(door.asked, SILENT)
+        self._lost(door)
+        self._greet(door)
 
     def _lost(self, door: _Door) -> None:
         """A tokenizer is gone, or as good as that: others get what it had."""

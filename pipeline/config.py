@@ -387,6 +387,8 @@ def _network_contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
             "move one of them",
             [("network", "port"), ("telemetry", "prometheus_port")],
         )
+
+
 def _bad_endpoint(endpoint: str) -> str | None:
     """Why spans cannot be sent to this URL."""
     try:

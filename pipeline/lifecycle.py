@@ -15,6 +15,7 @@ import asyncio
 import ctypes
 import faulthandler
 import os
+import resource
 import select
 import signal
 import sys
@@ -155,6 +156,7 @@ def run_process(
     there is no supervisor any more to do it. A bug in `main` is raised, so that it keeps its traceback.
     """
     life = _Life(name, drain_s, cancel_s, tether)
+    _take_all_descriptors()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(life.live(main))
@@ -247,6 +249,15 @@ class _Life:
     def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is ending already
             loop.call_soon_threadsafe(function)
+
+
+def _take_all_descriptors() -> None:
+    """As many open files as we may have at all: the soft limit is low for the sake of select(), which we do not use,
+    and at the limit ZeroMQ ends the process. Source: the `errno_assert` in `ipc_listener_t::accept`, libzmq 4.3.5."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _end_within(seconds: float) -> None:

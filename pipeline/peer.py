@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels import Outbox
+
+#: Reports to a peer that are said again when its connection broke: more than a connection holds.
+REPORTS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +27,9 @@ class Peer:
     leaving: bool = False
     dead: bool = False  #: its process is proven to be
     lost: int = 0  #: the connection broke, and so many heartbeats must come before we believe that it lives
+    connection: int = 0  #: how often it broke: what was sent before the last time may never have come
+    broken: bool = False  #: it broke, and the peer was not heard since
+    reports: deque[wire.Message] = field(default_factory=lambda: deque(maxlen=REPORTS))  #: the last, of this life
     wants: bool = False  #: it waits for our Ready
     refusal: str = ""  #: why its pool cannot be read here
     distrusted: bool = False  #: it has acknowledged what it was never lent
@@ -72,7 +79,8 @@ class Peer:
             return False
         self.epoch, self.column, self.refusal = epoch, None, ""
         self.ready = self.leaving = self.dead = self.wants = self.distrusted = False
-        self.silent_s, self.lost = 0.0, 0
+        self.silent_s, self.lost, self.broken = 0.0, 0, False
+        self.reports.clear()
         return True
 
     def was_silent(self, for_s: float) -> None:

@@ -48,16 +48,18 @@ class Peers:
         quarantine_s: float,
         capabilities: tuple[str, ...] = (),
         needs: str = "",
+        on_mended: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
         """upstream: the inboxes of those who may send us work. connect: an outbox to (address, name). attach: starts
         to map an announced pool, then calls `attached`. needs: a capability without which no tokenizer is accepted: the
-        front end may be somebody else's program."""
+        front end may be somebody else's program. on_mended: a peer is heard after its connection broke, in the same
+        life."""
         self.origin = origin
         self._inbox = inbox
         self._upstream = upstream
         self._connect, self._attach = connect, attach
         self._quarantine_s = quarantine_s
-        self._capabilities, self._needs = capabilities, needs
+        self._capabilities, self._needs, self._on_mended = capabilities, needs, on_mended
         self._peers: dict[Key, Peer] = {}
         self._announcement: wire.Pool | None = None
         self._open = False  # we take work ourselves
@@ -176,7 +178,12 @@ class Peers:
         """The connection to a peer broke: most likely it has died. No proof, so what it may read stays its own; but it
         gets nothing new until it is heard again, and another life may take its place."""
         peer = next((peer for peer in self if str(peer) == name), None)
-        if peer is None or not peer.epoch or peer.lost:
+        if peer is None or not peer.epoch:
+            return
+        peer.connection += 1
+        peer.broken = True
+        if peer.lost:
+            self._touch()
             return
         peer.lost = LOST_BEATS
         (log.info if peer.leaving else log.warning)("peer_lost", peer=name)
@@ -225,6 +232,23 @@ class Peers:
             return False
         return True
 
+    def report(self, peer: Peer, message: wire.Message) -> None:
+        """`send` what a peer waits for, and again should the connection break: it may be lost with that."""
+        peer.reports.append(message)
+        self.send(peer, message)
+
+    def _mended(self, peer: Peer) -> None:
+        """A peer is heard. If its connection broke it gets anew what may be lost; hearing it twice does no harm."""
+        if not peer.broken:
+            return
+        peer.broken = False
+        log.info("connection_mended", peer=str(peer))
+        if not peer.downstream and self._open:
+            self._say_ready(peer)
+        for report in list(peer.reports):
+            self.send(peer, report)
+        self._on_mended(peer)
+
     # --- what we hear
 
     def hear(self, message: wire.Message) -> bool:
@@ -244,6 +268,7 @@ class Peers:
                 self._heard(peer)
                 if self._announcement is not None:
                     self.send(peer, self._announcement)
+                self._mended(peer)
             case wire.Pool(origin=origin):
                 peer = self._peers.get((origin.stage, origin.rank))
                 if peer is not None and peer.epoch == origin.epoch:
@@ -261,6 +286,7 @@ class Peers:
                 if peer is not None and peer.epoch == origin.epoch:
                     peer.gauges = message.gauges
                     peer.silent_s, peer.lost = 0.0, max(0, peer.lost - 1)
+                    self._mended(peer)
             case wire.Drain(origin=origin) | wire.Drained(origin=origin):
                 peer = self._peers.get((origin.stage, origin.rank))
                 if peer is not None and peer.epoch == origin.epoch:
@@ -301,6 +327,7 @@ class Peers:
             self._heard(peer)
         if "pool" not in hello.capabilities:
             self._say_ready(peer)
+        self._mended(peer)
 
     def _say_ready(self, peer: Peer) -> None:
         peer.wants = not self._open

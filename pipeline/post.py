@@ -1,4 +1,5 @@
-"""Carries what pools and their consumers say to each other by message, where they share no pages.
+"""Carries what pools and their consumers say to each other by message: where they share no pages, and when a connection
+between them broke.
 
 What is said, when, and how often is decided in `codecs/pool/mail.py`; here it is brought to the peer that it is for. A
 letter that cannot be sent is as good as lost: it comes again.
@@ -13,6 +14,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.pool.mail import Letter
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.reader import Reader
+from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.peers import Peers
 
 #: Between two looks, with work in hand and without: a word that a GPU stores calls nobody.
@@ -34,9 +36,20 @@ class Post:
                 answer = self._pool.hear(message) if self._pool is not None else None
                 if answer is not None:
                     self._send(answer)
+            case wire.Withdrawn(pool=pool, to=to, leases=leases):
+                if to == self._reader.consumer:
+                    self._reader.withdraw(pool, leases)
             case _:
                 return False
         return True
+
+    def withdraw(self, peer: Peer) -> None:
+        """Have a peer that lives give back what it was lent: its connection broke, so it may never hear of it."""
+        if self._pool is not None and peer.column is not None:
+            leases = self._pool.outstanding(peer.column)
+            for start in range(0, len(leases), wire.MOST_TOLD):
+                named = tuple(leases[start : start + wire.MOST_TOLD])
+                self._peers.send(peer, wire.Withdrawn(self._pool.description.pool, peer.epoch, named))
 
     async def carry(self, is_busy: Callable[[], bool]) -> None:
         """Send what is to be said, for ever."""

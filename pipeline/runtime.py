@@ -31,11 +31,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.config import STAGES, Deployment, port_offset
 from tensorferry.pipeline.endpoint import TCP, Host, host_and_port, listening_host, reachable_host, tcp_address
 from tensorferry.pipeline.sockets import PATH_NBYTES
+
+log = structlog.get_logger()
 
 SOCKETS = (".in", ".door", ".pool")
 LONGEST_NAME_NBYTES = len("scheduler-65535.in")  #: of all socket names: `tokenizer-255.door` is as long
@@ -174,8 +177,11 @@ class Runtime:
             started_at = datetime.now(UTC).isoformat(timespec="seconds")
             said = os.fsencode(config).decode(errors="replace")  # a path may have any bytes
             owner = Owner(os.getpid(), socket.gethostname(), started_at, said)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, msgspec.json.encode(owner), 0)
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, msgspec.json.encode(owner), 0)
+            except OSError as problem:  # a full disk: the lock holds all the same
+                log.warning("owner_not_written", lock=str(path), problem=problem.strerror)
             self._remove_sockets(stage, rank)
             try:
                 yield owner

@@ -16,6 +16,8 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import zmq
@@ -154,6 +156,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None  # set once the descriptor is watched
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._file: tuple[str, int, int] | None = None  # path, device and inode that we bound
+        self._watches: list[tuple[int, Callable[[int, int], None]]] = []  # events, and who is told of them
         self._stop_watching: Callable[[], None] | None = None  # for events
         if address.startswith(TCP):
             # Off by default, and then `[::1]` is no such device. Of a name IPv4 addresses are found as well.
@@ -163,6 +166,7 @@ class Link:
             socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, SILENCE_MS
 
     def connect(self) -> None:
+        self._watch()
         self._socket.connect(self.address)
 
     def on_break(self, told: Callable[[], None]) -> None:
@@ -173,7 +177,13 @@ class Link:
         self.on_events(zmq.EVENT_DISCONNECTED, lambda event, value: told())
 
     def on_events(self, wanted: int, told: Callable[[int, int], None]) -> None:
-        """Call `told` with the number and value of such events, on the running loop. One such watch a socket."""
+        """Call `told` with the number and value of such events, on the running loop. Before `connect` or `bind`."""
+        self._watches.append((wanted, told))
+
+    def _watch(self) -> None:
+        """A socket has one monitor, for all that want to be told."""
+        if not self._watches or self._stop_watching is not None:
+            return
         loop, events = asyncio.get_running_loop(), open_socket(self._socket.context, zmq.PAIR)
 
         def look() -> None:
@@ -182,10 +192,12 @@ class Link:
                 while True:  # all of them: the descriptor tells of changes alone
                     found.append(_EVENT.unpack(events.recv_multipart(zmq.NOBLOCK)[0]))
             for event, value in found:
-                told(event, value)
+                for wanted, told in self._watches:
+                    if event & wanted:
+                        told(event, value)
 
         address = f"inproc://events-{secrets.token_hex(8)}"
-        self._socket.monitor(address, wanted)
+        self._socket.monitor(address, reduce(or_, (wanted for wanted, _ in self._watches)))
         events.connect(address)
         fd = events.fileno()
         loop.add_reader(fd, look)
@@ -199,26 +211,41 @@ class Link:
 
     def bind(self, path: str | None) -> None:
         """Listen at a path ourselves and hand ZeroMQ the descriptor; None: let it listen at its TCP address.
+        Raises DeploymentError, having closed the socket.
 
         On a path its own bind steals an address in use, and its close unlinks the file late, in another thread, when
         the file may be a successor's already.
         """
         try:
+            self._watch()
             if path is None:
                 self._socket.bind(self.address)  # refuses an address in use, as the kernel does
-                return
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(path)
-                found = os.stat(path)
-                self._file = path, found.st_dev, found.st_ino
-                listener.listen(4096)
-                listener.setblocking(False)
-                self._socket.set(zmq.USE_FD, listener.fileno())
-                self._socket.bind(self.address)
-                listener.detach()  # ZeroMQ closes it
+            else:
+                self._bind(path)
         except (OSError, zmq.ZMQError) as problem:
             self.close()
             raise DeploymentError(f"cannot listen at {self.address}: {problem.strerror}") from None
+
+    def mend(self) -> bool:
+        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError.
+
+        Connections stay. So does the old listener, which nobody can reach: with it ZeroMQ would end them.
+        """
+        if self._file is None or self._socket.closed or is_file(*self._file):
+            return False
+        self._bind(self._file[0])
+        return True
+
+    def _bind(self, path: str) -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            found = os.stat(path)
+            self._file = path, found.st_dev, found.st_ino
+            listener.listen(4096)
+            listener.setblocking(False)
+            self._socket.set(zmq.USE_FD, listener.fileno())
+            self._socket.bind(self.address)
+            listener.detach()  # ZeroMQ closes it
 
     def check_open(self) -> None:
         if self._socket.closed:
@@ -398,11 +425,17 @@ def _bytes_of(buffer: Buffer) -> Any:
     return view.cast("B") if view.nbytes else b""
 
 
-def _unlink(path: str, device: int, inode: int) -> None:
-    """Remove the socket file that we bound, not one that somebody has bound there since."""
+def is_file(path: str, device: int, inode: int) -> bool:
+    """Whether this very file is at this path."""
     try:
         found = os.stat(path, follow_symlinks=False)
-        if (found.st_dev, found.st_ino) == (device, inode):
-            os.unlink(path)
     except FileNotFoundError:
-        pass
+        return False
+    return (found.st_dev, found.st_ino) == (device, inode)
+
+
+def _unlink(path: str, device: int, inode: int) -> None:
+    """Remove the socket file that we bound, not one that somebody has bound there since."""
+    with suppress(FileNotFoundError):
+        if is_file(path, device, inode):
+            os.unlink(path)

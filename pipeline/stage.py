@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import structlog
+import zmq
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, FerryError, PoolClosed, PoolFull
@@ -31,6 +32,7 @@ from tensorferry.pipeline.config import port_offset as port_offset
 from tensorferry.pipeline.config import ranks_of as ranks_of
 from tensorferry.pipeline.gate import Gate
 from tensorferry.pipeline.keys import DOOR, INBOX, ServerKeys
+from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.post import Post
 from tensorferry.pipeline.runtime import Runtime
@@ -42,6 +44,7 @@ RECYCLE_PERIOD_S = PoolSpec().recycle_s  #: unless the deployment file says othe
 #: Counters that heartbeats tell too, for whoever watches a deployment without Prometheus.
 TOLD = ("requests_ok", "requests_failed", "requests_busy")
 ATTACH_S = 10.0  #: for a peer's pool to be mapped
+ATTACH_AGAIN_S, LONGEST_ATTACH_AGAIN_S = 1.0, 60.0  #: until a next try of one that could not be; doubled each time
 UPKEEP_S = 1.0  #: between two looks at what peers' elastic pools have retired, at most
 FLUSH_S = 1.0  #: for a peer to take our last messages
 LINGER_S = 0.2  #: the same for a process that is cancelled
@@ -65,6 +68,8 @@ class Stage:
     origin: wire.Origin
     runtime: Runtime
     context: Context
+    locks: ExitStack  #: closed last
+    mends: list[Callable[[], bool]]  #: make socket files anew that were removed; True: it was
     channels: ExitStack  #: closed after the last task has ended
     inbox: Inbox
     peers: Peers
@@ -79,6 +84,7 @@ class Stage:
     in_flight: Callable[[], int] = field(default=lambda: 0)  #: set by the stage, for heartbeats
     numbers: Callable[[], Mapping[str, float]] = field(default=dict)  #: its own gauges, the same
     busy_since: Callable[[], float | None] = field(default=lambda: None)  #: monotonic; None: it has nothing to do
+    on_mended: Callable[[Peer], None] = field(default=lambda peer: None)  #: see `mended`; set by the stage
 
     @property
     def epoch(self) -> int:
@@ -99,6 +105,7 @@ class Stage:
         curve = None if self.keys is None else self.keys.bound(DOOR)
         door = FrontDoor(self.context, address, self.limits, self.refused, curve=curve, on_denied=self.denied)
         self.channels.callback(door.close, LINGER_S)
+        self.mends.append(door.mend)
         return door
 
     def denied(self, denial: Denial) -> None:
@@ -115,6 +122,11 @@ class Stage:
             log.critical("gpu_lost", problem=str(problem).partition("\n")[0])
             sys.stderr.flush()
             os._exit(1)
+
+    def mended(self, peer: Peer) -> None:
+        """A peer lives, and its connection broke: what it was sent last may never have come."""
+        self.post.withdraw(peer)
+        self.on_mended(peer)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -178,7 +190,8 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
     counters = telemetry.Counters(stage=stage, rank=str(rank))
     limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
     async with AsyncExitStack() as undo:
-        undo.enter_context(runtime.own(stage, rank))
+        locks = undo.enter_context(ExitStack())
+        locks.enter_context(runtime.own(stage, rank))
         undo.callback(counters.close)
         if deployment.telemetry.prometheus_port is not None:
             counters.serve(deployment.telemetry.prometheus_port + port_offset(deployment, stage, rank))
@@ -202,7 +215,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         reader = undo.enter_context(Reader(origin.epoch, device=device, cache_handles=handles))
         channels = undo.enter_context(ExitStack())  # they outlive the tasks, which send to their very end
         tasks = asyncio.TaskGroup()
-        attaching: set[int] = set()
+        attaching: dict[int, asyncio.Task[None]] = {}
         curve = None if wide is None else wide.stage
         peers = Peers(
             origin,
@@ -215,6 +228,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             quarantine_s=deployment.timeouts.quarantine_s,
             capabilities=("pool", deployment.transport) if share is not None else (),
             needs=deployment.transport if deployment.transport in GPU_TRANSPORTS else "",
+            on_mended=lambda peer: self.mended(peer),
         )
         pool = None
         if share is not None:
@@ -227,6 +241,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
                 make = partial(make, idle_s=spec.idle_s, grow_wait_s=spec.grow_wait_ms / 1000)
                 make = partial(make, mail=mail_of(deployment))
             pool = undo.enter_context(await _made(make))
+        post = Post(pool, reader, peers)
         publisher = Publisher(
             pool,
             # From a GPU inline is the longer way, for tensors of any size.
@@ -238,10 +253,12 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             origin,
             runtime,
             context,
+            locks,
+            [inbox.mend],
             channels,
             inbox,
             peers,
-            Post(pool, reader, peers),
+            post,
             reader,
             publisher,
             counters,
@@ -265,6 +282,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
                 on_quarantined=lambda origin, _: peers.quarantined(origin),
             )
             await undo.enter_async_context(serving)
+            self.mends.append(serving.mend)
             recycler = broker.recycle(pool, deployment.pool.recycle_s, serving.check_words)
             upkeep.append(tasks.create_task(recycler, name="recycler"))
             peers.announce(wire.Pool(origin, pool.description, path))
@@ -273,7 +291,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         try:
             yield self
         finally:
-            for task in upkeep:
+            for task in (*upkeep, *attaching.values()):
                 task.cancel()
         peers.tell(wire.Drained(origin))
         await asyncio.gather(*(peer.outbox.flush(FLUSH_S) for peer in peers))
@@ -299,37 +317,77 @@ def _connected(channels: ExitStack, outbox: Outbox) -> Outbox:
 
 
 def _attach(
-    tasks: asyncio.TaskGroup, peers: Peers, reader: Reader, attaching: set[int], announcement: wire.Pool
+    tasks: asyncio.TaskGroup,
+    peers: Peers,
+    reader: Reader,
+    attaching: dict[int, asyncio.Task[None]],
+    announcement: wire.Pool,
 ) -> None:
-    """Map a peer's pool beside everything else. attaching: the pools for which that is under way."""
-    pool = announcement.description.pool
+    """Map a peer's pool beside everything else. attaching: the pools for which that is under way.
+
+    What cannot be mapped now may be later, when there is memory again or a descriptor; the peer sends inline meanwhile.
+    """
+    pool, producer = announcement.description.pool, announcement.origin
 
     async def attach() -> None:
-        refusal = ""
-        try:
-            if pool not in reader.pools:  # else it was announced again
-                await broker.attach(announcement.broker, peers.origin, pool, reader, timeout_s=ATTACH_S)
-        except NoFabric:  # it was chosen, and is never weakened
-            raise
-        except FerryError as problem:
-            refusal = str(problem)
-        finally:
-            attaching.discard(pool)
-        peers.attached(announcement.origin, refusal)
+        said, pause_s = "", ATTACH_AGAIN_S
+        while True:
+            refusal = await _refusal(peers, reader, announcement)
+            if refusal != said or not refusal:
+                peers.attached(producer, refusal)
+            if not refusal:
+                return
+            said = refusal
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_ATTACH_AGAIN_S)
+            if peers.living(producer.epoch) is None:
+                return
 
     if pool not in attaching:  # else it was announced again, and is answered when that is done
-        attaching.add(pool)
-        tasks.create_task(attach(), name="attach")
+        attaching[pool] = tasks.create_task(attach(), name="attach")
+        attaching[pool].add_done_callback(lambda _: attaching.pop(pool))
+
+
+async def _refusal(peers: Peers, reader: Reader, announcement: wire.Pool) -> str:
+    """Map a pool; why that cannot be done, empty: it has been."""
+    pool = announcement.description.pool
+    if pool in reader.pools:  # it was announced again
+        return ""
+    try:
+        await broker.attach(announcement.broker, peers.origin, pool, reader, timeout_s=ATTACH_S)
+    except NoFabric:  # it was chosen, and is never weakened
+        raise
+    except FerryError as problem:
+        return str(problem) or type(problem).__name__
+    except OSError as problem:  # descriptors have run out here
+        return f"it cannot be reached: {problem.strerror}"
+    return ""
 
 
 async def _beat(stage: Stage) -> None:
-    lock, lost = stage.runtime.lock(stage.origin.stage, stage.origin.rank), False
+    well = True
     while True:
         stage.peers.beat(stage.in_flight(), stage.gauges())
-        if not lost and not lock.exists():
-            lost = True
-            log.error("runtime_directory_lost", lock=str(lock), remedy="nobody new can connect: restart the deployment")
+        try:
+            _mend(stage)
+            well = True
+        except (FerryError, OSError, zmq.ZMQError) as problem:
+            if well:
+                log.error("runtime_directory_lost", problem=str(problem), remedy="nobody new can connect meanwhile")
+            well = False
         await asyncio.sleep(stage.deployment.timeouts.heartbeat_s)
+
+
+def _mend(stage: Stage) -> None:
+    """Make anew what somebody has removed from the runtime directory, such as a cleaner of /tmp: whoever is started
+    later looks for us there. Raises FerryError, OSError, ZMQError."""
+    origin = stage.origin
+    if not stage.runtime.lock(origin.stage, origin.rank).exists():
+        stage.locks.enter_context(stage.runtime.own(origin.stage, origin.rank))
+        log.warning("lock_file_made_again", directory=str(stage.runtime.directory))
+    for mend in stage.mends:
+        if mend():
+            log.warning("socket_file_made_again", directory=str(stage.runtime.directory))
 
 
 async def _forget(stage: Stage) -> None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -119,25 +119,29 @@ class Supervisor:
     def _spawn(self, stage: str, rank: int) -> _Child:
         deployment = self._deployment
         threads = deployment.encoder.threads if stage == "encoder" else 1
-        status, theirs = os.pipe()
-        tether = Tether(self._lifeline[0], theirs, digest(deployment))
         defaults = dict.fromkeys(THREAD_VARIABLES, str(threads)) | COPY_VARIABLES  # unless the user has set them
         try:
-            process = subprocess.Popen(
-                self._command(stage, rank),
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__,  # what they print is no result of ours
-                env=defaults | os.environ | {TETHER_VARIABLE: str(tether)},
-                pass_fds=(tether.lifeline, tether.status),
-                process_group=0,
-            )
+            with ExitStack() as undo, ExitStack() as given:
+                status, theirs = os.pipe()
+                undo.callback(os.close, status)
+                given.callback(os.close, theirs)
+                tether = Tether(self._lifeline[0], theirs, digest(deployment))
+                process = subprocess.Popen(
+                    self._command(stage, rank),
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.__stderr__,  # what they print is no result of ours
+                    env=defaults | os.environ | {TETHER_VARIABLE: str(tether)},
+                    pass_fds=(tether.lifeline, tether.status),
+                    process_group=0,
+                )
+                undo.callback(process.wait)
+                undo.callback(process.kill)
+                child = _Child(stage, rank, process, status)
+                undo.pop_all()
         except OSError as problem:
-            os.close(status)
             raise DeploymentError(f"{stage}-{rank} cannot be started: {problem}") from None
-        finally:
-            os.close(theirs)
         log.info("stage_started", stage=stage, rank=rank, pid=process.pid)
-        return _Child(stage, rank, process, status)
+        return child
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
@@ -173,9 +177,17 @@ class Supervisor:
                 raise DeploymentError(
                     f"{child} {child.how}{when}, so the deployment was stopped{times}; its last lines say more"
                 )
-            if short_lives > 1:
-                await asyncio.sleep(min(BACKOFF_S * 2.0 ** (short_lives - 2), LONGEST_BACKOFF_S))
-            self._children[place] = child = self._spawn(child.stage, child.rank)
+            await _back_off(short_lives)
+            while True:
+                try:
+                    self._children[place] = child = self._spawn(child.stage, child.rank)
+                    break
+                except DeploymentError as problem:  # no descriptor, no memory, no process to be had just now
+                    short_lives += 1
+                    log.error("stage_not_started", stage=child.stage, rank=child.rank, problem=str(problem))
+                    if short_lives > spec.most:
+                        raise
+                await _back_off(short_lives)
             await self._until_ready_or_dead(child)
 
     async def _until_ready_or_dead(self, child: _Child) -> None:
@@ -347,6 +359,12 @@ class _Child:
         self._ended_at = time.monotonic()
         os.close(self._pidfd)
         os.close(self._status)
+
+
+async def _back_off(short_lives: int) -> None:
+    """Before another life: the first comes at once, and each after a short one later than the last."""
+    if short_lives > 1:
+        await asyncio.sleep(min(BACKOFF_S * 2.0 ** (short_lives - 2), LONGEST_BACKOFF_S))
 
 
 async def _all_ended(children: Iterable[_Child]) -> None:

@@ -19,6 +19,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.config import TelemetrySpec
+from tensorferry.pipeline.sink import Sink
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -145,10 +146,12 @@ def configure(spec: TelemetrySpec, **bound: object) -> None:
     else:
         plain = structlog.dev.plain_traceback
         rendering = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    sinks = _Sinks()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             _Floods(),
+            sinks.own_up,
             structlog.contextvars.merge_contextvars,
             bind,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -156,9 +159,27 @@ def configure(spec: TelemetrySpec, **bound: object) -> None:
             *rendering,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[spec.log_level.upper()]),
-        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # one write a line: processes share stderr
+        logger_factory=sinks,  # one write a line: processes share stderr
     )
     logging.lastResort = _Libraries(logging.WARNING)  # used where nobody has set up `logging`
+
+
+class _Sinks:
+    """The sink of what is stderr now."""
+
+    def __init__(self) -> None:
+        self._sink = Sink(sys.stderr)
+
+    def __call__(self, *_: object) -> Sink:
+        if self._sink.stream is not sys.stderr:
+            self._sink = Sink(sys.stderr)
+        return self._sink
+
+    def own_up(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        """Say how many lines were lost before this one."""
+        if self._sink.lost:
+            event["lines_lost"] = self._sink.lost
+        return event
 
 
 class _Floods:

@@ -168,7 +168,7 @@ class Dispatch:
                 anew,
                 request.context,
             )
-            life = Life(peer, peer.epoch)
+            life = Life.of(peer)
             request.told.append(life)
             self._carry(peer, message, frames, [drafts[index] for index in its])
             request.owners |= dict.fromkeys(its, life)
@@ -177,7 +177,7 @@ class Dispatch:
     def _admit(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
         """Tell the scheduler ranks that attend to a request, and give them what needs no encoder. Raises PeerBusy or
         PeerGone."""
-        lives = [Life(peer, peer.epoch) for peer in self._attention_group(request.submit.request)]
+        lives = [Life.of(peer) for peer in self._attention_group(request.submit.request)]
         group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
         token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
         spans = tuple(wire.Span(offset, length) for offset, length in prompt.spans)

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from math import prod
 
+import msgspec
 import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.consumers import acknowledging
-from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone
+from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone, StaleLease
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft
 from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.peer import Peer
+from tensorferry.pipeline.peer import REPORTS, Peer
 from tensorferry.pipeline.spans import Exporter
 from tensorferry.pipeline.stage import PoolShare, Stage, opened
 from tensorferry.pipeline.traceparent import sampled
@@ -89,6 +91,8 @@ class Encoder:
         self._over = Tombstones()
         self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
+        self._sent: dict[Peer, deque[wire.Encode]] = defaultdict(lambda: deque(maxlen=REPORTS))  # without payloads
+        stage.on_mended = self._own_up
         stage.in_flight = lambda: self._jobs.unfinished
         stage.numbers = self._numbers
         self._begun: list[float] = []  # when each batch that is under way was
@@ -346,6 +350,7 @@ class Encoder:
             )
             message = wire.Embeddings(job.request, job.attempt, peer.epoch, self._stage.origin, items, marks)
             self._post(peer, message, frames, made)
+            self._sent[peer].append(_named(job))
         nbytes = sum(draft.nbytes for item in made for draft in item.outputs.values())
         log.debug("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
 
@@ -358,6 +363,13 @@ class Encoder:
                     draft.retract(peer.column)
             raise
 
+    def _own_up(self, scheduler: Peer) -> None:
+        """The connection to a scheduler rank broke, and what it was sent last may be lost: tell the owners, of whom
+        those whose requests are collected need not mind."""
+        for job in self._sent.pop(scheduler, ()):
+            if time.monotonic_ns() < job.deadline_ns:
+                self._report(job, PeerGone(str(scheduler), "may not have got the embeddings: its connection broke"))
+
     def _report(self, job: wire.Encode, problem: Exception) -> None:
         """Tell the request owner that this job failed; the rank lives on."""
         self._over.add(job.request, job.attempt)
@@ -368,8 +380,14 @@ class Encoder:
             log.error("encode_crashed", request=job.request.hex(), exc_info=problem)
         text = str(problem) if isinstance(problem, FerryError) else f"{type(problem).__name__}: {problem}"
         kind = type(problem).__name__ if isinstance(problem, FerryError) else "EncodeError"
-        retryable = isinstance(problem, PeerBusy | PeerGone)
+        # A lease that is over was withdrawn: its connection broke.
+        retryable = isinstance(problem, PeerBusy | PeerGone | StaleLease)
         failure = wire.Failure(kind, text[:4096], self._stage.origin, item, retryable)
         with suppress(PeerGone):
             owner = self._stage.peers.get(job.owner.stage, job.owner.rank, job.owner.epoch)
-            self._stage.peers.send(owner, wire.Failed(job.request, job.attempt, failure, owner.epoch))
+            self._stage.peers.report(owner, wire.Failed(job.request, job.attempt, failure, owner.epoch))
+
+
+def _named(job: wire.Encode) -> wire.Encode:
+    """Enough of a job to report of it, which keeps no payload alive."""
+    return msgspec.structs.replace(job, encoders=(), schedulers=(), items=())

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from threading import Event, Thread
 
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import RequestError
+from tensorferry.codecs.errors import OutputError, RequestError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.pipeline.replay.formats.own import line_of
@@ -47,15 +49,19 @@ class Recorder:
     ) -> None:
         """part: a file, begun, or continued by a worker that was started again. media: a folder, made if need be; None:
         metadata alone."""
-        self._file = open(part, "ab", opener=lambda path, flags: os.open(path, flags, PRIVATE))
-        if self._file.tell():
-            self._file.write(b"\n")  # whatever its predecessor had half written is a line of its own
         self._media, self._text, self._limits, self._counters = media, text, limits, counters
-        if media is not None:
-            media.mkdir(0o700, exist_ok=True)
         self._waiting: deque[_Entry] = deque()
         self._closing = Event()
         self._failed = False
+        self._file: FileIO | None = None
+        self._torn = False  # the file ends within a line, or may
+        try:
+            self._file = open(part, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE))
+            self._torn = self._file.tell() > 0  # whatever its predecessor had half written is a line of its own
+            if media is not None:
+                media.mkdir(0o700, exist_ok=True)
+        except OSError as problem:
+            self._complain(problem)
         self._thread = Thread(target=self._run, name="recorder")
         self._thread.start()
 
@@ -70,7 +76,8 @@ class Recorder:
         """Write what waits, and end."""
         self._closing.set()
         self._thread.join()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _run(self) -> None:
         while not self._closing.wait(EVERY_S):
@@ -82,16 +89,28 @@ class Recorder:
         while self._waiting:
             at_ns, submit, frames = self._waiting.popleft()
             try:
-                self._file.write(line_of(self._request(submit, frames), at_ns))
-                if not self._waiting:
-                    self._file.flush()
+                self._put(line_of(self._request(submit, frames), at_ns))
             except _NoWords:
                 self._counters.count("requests_unrecorded")
-            except OSError as problem:  # a full disk must not end a worker
+            except (OSError, OutputError) as problem:
                 self._counters.count("requests_unrecorded")
-                if not self._failed:
-                    self._failed = True
-                    log.error("not_recorded", problem=str(problem))
+                self._complain(problem)
+
+    def _put(self, line: bytes) -> None:
+        """Raises OSError, having written all of it or a part, which is then a line of its own."""
+        if self._file is None:
+            raise FileNotFoundError
+        data = b"\n" + line if self._torn else line
+        written = self._file.write(data)
+        self._torn = written != len(data)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _complain(self, problem: Exception) -> None:
+        """Once: a full disk must not end a worker, nor fill its log."""
+        if not self._failed:
+            self._failed = True
+            log.error("not_recorded", problem=str(problem))
 
     def _request(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Request:
         images: list[Image] = []

@@ -13,14 +13,19 @@ from tensorferry.pipeline.peer import Peer
 
 
 class Life(NamedTuple):
-    """One life of a peer that was told of a request."""
+    """One life of a peer that was told of a request, through one connection: what breaks that may have lost it."""
 
     peer: Peer
     epoch: int
+    connection: int
+
+    @classmethod
+    def of(cls, peer: Peer) -> Life:
+        return cls(peer, peer.epoch, peer.connection)
 
     @property
     def over(self) -> bool:
-        return self.peer.epoch != self.epoch or self.peer.gone
+        return (self.peer.epoch, self.peer.connection) != (self.epoch, self.connection) or self.peer.gone
 
     def is_lost(self, elsewhere: bool) -> bool:
         """Whether to give its work to others. elsewhere: there are others; else the silent may yet do it.

@@ -392,7 +392,7 @@ class Scheduler:
 
     def _tell_owner(self, owner: wire.Origin, message: wire.Collected | wire.Done | wire.Failed) -> None:
         with suppress(PeerGone):
-            self._stage.peers.send(self._stage.peers.get(owner.stage, owner.rank, owner.epoch), message)
+            self._stage.peers.report(self._stage.peers.get(owner.stage, owner.rank, owner.epoch), message)
 
 
 def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]], epoch: int) -> None:

@@ -134,7 +134,7 @@ class Tokenizer:
                 self._accept(client, submit, frames, who)
             case wire.Cancel(request=request, attempt=attempt):
                 owned = self._requests.get(request)
-                if owned is not None and owned.client == client and owned.submit.attempt == attempt:
+                if owned is not None and owned.submit.attempt == attempt and self._is_of(owned, client):
                     owned.cancel()
             case wire.Hello():
                 self._clients.add(client)
@@ -202,13 +202,20 @@ class Tokenizer:
         self._requests[submit.request] = Request(client, submit, task, context)
         self._idle.clear()
 
-    def _answer(self, client: bytes, message: wire.Message) -> None:
+    def _is_of(self, request: Request, client: bytes) -> bool:
+        """Whether a request is this client's; one that has connected again is another to us, and knows its id."""
+        return request.client == client or not self._answer(request.client, self._members())
+
+    def _answer(self, client: bytes, message: wire.Message) -> bool:
+        """False: there is nobody to take it."""
         try:
             self._door.send_nowait(client, message)
         except (PeerGone, PeerBusy) as problem:
             self._clients.discard(client)
             self._stage.counters.count("answers_undeliverable")
             log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))
+            return False
+        return True
 
     def _members(self) -> wire.Members:
         peers, origin = self._stage.peers, self._stage.origin
@@ -340,7 +347,7 @@ class Tokenizer:
 
     def _cancel(self, request: Request, told: Sequence[Life]) -> None:
         """Tell these, who know of this attempt, that it is over."""
-        for peer, epoch in told:
+        for peer, epoch in {(life.peer, life.epoch) for life in told}:
             if peer.epoch == epoch:
                 self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.attempt, epoch))
 
@@ -418,7 +425,9 @@ class Tokenizer:
             case wire.Failed(failure=failure) as failed:
                 request = self._owned(failed.request, failed.attempt)
                 told = request is not None and any(life.epoch == failure.origin.epoch for life in request.told)
-                if request is not None and told and request.failure is None:
+                # What an encoder made may be lost with a connection; it does not know that it was not.
+                came = failure.origin.stage == "encoder" and request is not None and not request.collecting
+                if request is not None and told and not came and request.failure is None:
                     request.failure = failure
                     request.news.set()
             case _:

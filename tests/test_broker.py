@@ -218,6 +218,19 @@ async def test_the_socket_file_is_for_this_user_alone_and_goes_with_the_broker(p
     assert os.listdir(os.path.dirname(path)) == []
 
 
+async def test_a_socket_file_that_was_removed_is_made_again_and_a_conversation_goes_on(path: str, pool: Pool) -> None:
+    admitted: list[int] = []
+    async with Broker(path, pool, lambda _, column: admitted.append(column)) as broker:
+        async with consumer(path, pool) as (_, first):
+            os.unlink(path)
+            assert broker.mend()
+            assert not broker.mend()
+            async with consumer(path, pool) as (_, second):
+                assert admitted == [int(first), int(second)]
+                assert pool.statistics().consumers == 2
+    assert os.listdir(os.path.dirname(path)) == []
+
+
 async def test_admission_is_told_before_the_consumer_can_know(path: str, pool: Pool) -> None:
     heard = Heard()
     async with heard.broker(path, pool):

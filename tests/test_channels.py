@@ -18,6 +18,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +566,36 @@ async def test_a_send_does_not_put_a_waiting_receiver_to_sleep(context, address,
             pass
     door.close()
     client.close()
+
+
+async def test_a_socket_file_that_was_removed_is_made_again(context, address, home, dropped):
+    """As by a cleaner of /tmp: whoever is connected stays so, and whoever comes later finds the way."""
+    path = address.removeprefix("ipc://")
+    with contextlib.closing(Inbox(context, address, LIMITS, dropped.append)) as inbox:
+        assert not inbox.mend()
+        with contextlib.closing(Outbox(context, address, "inbox")) as early:
+            early.send_nowait(beat(1))
+            assert numbers(await receive_all(inbox, 1)) == [1]
+            os.unlink(path)
+            assert inbox.mend()
+            assert not inbox.mend()
+            early.send_nowait(beat(2))
+            with contextlib.closing(Outbox(context, address, "inbox")) as late:
+                late.send_nowait(beat(3))
+                assert sorted(numbers(await receive_all(inbox, 2))) == [2, 3]
+    assert os.listdir(home) == []
+
+
+async def test_a_client_is_told_when_its_connection_breaks(context, address, dropped):
+    broken = []
+    with contextlib.closing(FrontDoor(context, address, LIMITS, dropped.append)) as door:
+        told = partial(broken.append, 1)
+        with contextlib.closing(Dealer(context, address, "door", LIMITS, dropped.append, on_break=told)) as dealer:
+            dealer.send_nowait(beat(1))
+            await receive_all(door, 1)
+            assert not broken
+            door.close()
+            await until(lambda: bool(broken))
 
 
 async def test_b22_1500_short_lived_clients_leave_no_descriptor(context, address, dropped):

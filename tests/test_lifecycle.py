@@ -160,6 +160,18 @@ def test_a_bug_keeps_its_traceback(start: Callable[..., Life]) -> None:
     assert err.endswith("ZeroDivisionError\nin life-0\n")
 
 
+def test_b22_a_process_takes_as_many_descriptors_as_it_may_have() -> None:
+    code = """
+import asyncio, resource
+from tensorferry.pipeline.lifecycle import run_process
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+assert run_process(lambda stop: asyncio.sleep(0), name="nothing", drain_s=1.0) == 0
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S, cwd="/")
+
+
 def test_readiness_is_announced_once() -> None:
     announced = []
     stop = Stop(on_ready=lambda: announced.append("ready"))

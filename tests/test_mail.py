@@ -670,7 +670,7 @@ async def test_p3_a_stage_ends_rather_than_read_less_than_was_chosen(
     peers: Any = SimpleNamespace(origin=origin, attached=lambda origin, refusal: None)
     with pytest.RaisesGroup(pytest.RaisesExc(NoFabric, match="IMEX daemon")):
         async with asyncio.TaskGroup() as tasks:
-            stage._attach(tasks, peers, reader, set(), PoolAnnouncement(origin, description, "/broker"))
+            stage._attach(tasks, peers, reader, {}, PoolAnnouncement(origin, description, "/broker"))
 
 
 # --- everything at once -----------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import PeerGone
+from tensorferry.codecs.errors import AttachRefused, PeerGone
 from tensorferry.pipeline import peers as module
 from tensorferry.pipeline import stage as stage_module
 from tensorferry.pipeline.peers import Peers
+from tensorferry.stages.request import Life
 
 ME = wire.Origin("tokenizer", 0, 1)
 QUARANTINE_S = 5.0
@@ -147,6 +148,59 @@ def test_what_is_said_of_a_former_life_changes_nothing(peers: Peers, clock: Cloc
             call("encoder", 1, 11)
 
 
+def test_what_may_be_lost_with_a_connection_is_said_again_once_the_peer_is_heard(clock: Clock) -> None:
+    """Of the last life alone: a former one's reports mean nothing to the next."""
+    connect: Any = Box
+    mended: list[str] = []
+    scheduler = Peers(
+        wire.Origin("scheduler", 0, 5),
+        "ipc:///s",
+        upstream={("tokenizer", 0): "ipc:///t"},
+        connect=connect,
+        attach=lambda _: None,
+        quarantine_s=QUARANTINE_S,
+        on_mended=lambda peer: mended.append(str(peer)),
+    )
+    scheduler.open()
+    scheduler.hear(wire.Hello(wire.PROTOCOL_VERSION, ME, "ipc:///t"))
+    [owner] = scheduler
+    box: Any = owner.outbox
+    report = wire.Collected(bytes(16), 0, ME.epoch, scheduler.origin)
+    scheduler.report(owner, report)
+    scheduler.hear(wire.Heartbeat(ME, 0))
+    assert box.sent.count(report) == 1, "nothing broke"
+
+    scheduler.lost("tokenizer-0")
+    assert box.sent.count(report) == 1, "it may be dead, and then nobody is to hear of this"
+    box.sent.clear()
+    scheduler.hear(wire.Heartbeat(ME, 0))
+    assert box.sent == [wire.Ready(scheduler.origin, ME.epoch), report]
+    scheduler.hear(wire.Heartbeat(ME, 0))
+    assert box.sent.count(report) == 1
+    assert mended == ["tokenizer-0"]
+
+    scheduler.lost("tokenizer-0")
+    scheduler.hear(wire.Hello(wire.PROTOCOL_VERSION, wire.Origin("tokenizer", 0, 2), "ipc:///t"))
+    assert box.sent.count(report) == 1
+    assert mended == ["tokenizer-0"]
+
+
+def test_what_was_sent_through_a_connection_that_broke_is_lost_also_where_the_peer_is_back(peers: Peers) -> None:
+    [encoder, _] = peers.usable("encoder")
+    before = Life.of(encoder)
+    peers.lost("encoder-0")
+    assert before.over
+    meet(peers, "encoder", 0, 10)
+    assert encoder.state == "ready"
+    assert before.over, "a message may have been on its way"
+    assert not Life.of(encoder).over
+    peers.lost("encoder-0")
+    peers.lost("encoder-0")
+    during = Life.of(encoder)
+    peers.lost("encoder-0")
+    assert during.over, "it broke again before the peer was heard"
+
+
 def test_a_peer_that_leaves_gets_nothing_new_but_may_be_told_what_is_under_way(peers: Peers) -> None:
     peers.hear(wire.Drain(wire.Origin("scheduler", 0, 10)))
     assert peers.usable("scheduler") == []
@@ -170,13 +224,53 @@ async def test_a_pool_that_is_announced_again_while_it_is_being_attached_is_atta
     announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
     peers: Any = SimpleNamespace(origin=ME, attached=lambda origin, refusal: answered.append(refusal))
     reader: Any = SimpleNamespace(pools=frozenset())
-    attaching: set[int] = set()
+    attaching: dict[int, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as tasks:
         for _ in range(3):
             stage_module._attach(tasks, peers, reader, attaching, announcement)
             await asyncio.sleep(0)
         go_on.set()
-    assert (attached, answered, attaching) == ([5], [""], set())
+    assert (attached, answered, attaching) == ([5], [""], {})
+
+
+async def test_a_pool_that_cannot_be_mapped_is_tried_again_and_each_reason_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process out of memory or descriptors is sent inline what it cannot map, but not for the rest of its life."""
+    answered: list[str] = []
+    reasons = iter([AttachRefused("no memory"), AttachRefused("no memory"), OSError(24, "Too many open files"), None])
+
+    async def attach(path: str, origin: wire.Origin, pool: int, reader: Any, *, timeout_s: float) -> None:
+        if (reason := next(reasons)) is not None:
+            raise reason
+
+    monkeypatch.setattr(stage_module.broker, "attach", attach)
+    monkeypatch.setattr(stage_module, "ATTACH_AGAIN_S", 0.001)
+    announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
+    peers: Any = SimpleNamespace(
+        origin=ME, attached=lambda origin, refusal: answered.append(refusal), living=lambda epoch: True
+    )
+    reader: Any = SimpleNamespace(pools=frozenset())
+    async with asyncio.timeout(QUARANTINE_S), asyncio.TaskGroup() as tasks:
+        stage_module._attach(tasks, peers, reader, {}, announcement)
+    assert answered == ["no memory", "it cannot be reached: Too many open files", ""]
+
+
+async def test_the_pool_of_one_that_has_died_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    async def attach(path: str, origin: wire.Origin, pool: int, reader: Any, *, timeout_s: float) -> None:
+        tried.append(pool)
+        raise AttachRefused("no memory")
+
+    monkeypatch.setattr(stage_module.broker, "attach", attach)
+    monkeypatch.setattr(stage_module, "ATTACH_AGAIN_S", 0.001)
+    announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
+    peers: Any = SimpleNamespace(origin=ME, attached=lambda origin, refusal: None, living=lambda epoch: None)
+    reader: Any = SimpleNamespace(pools=frozenset())
+    async with asyncio.timeout(QUARANTINE_S), asyncio.TaskGroup() as tasks:
+        stage_module._attach(tasks, peers, reader, {}, announcement)
+    assert tried == [5]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,43 @@ def test_b09_one_release_too_many_is_refused_and_changes_nothing(shop: Shop) -> 
     assert shop.out() == 0
 
 
+# --- withdrawn: its producer does not know whether we were told -----------------------------------------------------
+
+
+def test_a_lease_that_never_came_is_given_back_when_it_is_withdrawn(shop: Shop) -> None:
+    [proxy], [other] = shop.publish(), shop.publish()
+    assert shop.pool.outstanding(shop.column) == [(proxy.slot, proxy.generation), (other.slot, other.generation)]
+    shop.reader.withdraw(proxy.pool, [(proxy.slot, proxy.generation)])
+    assert shop.out() == 1
+    assert shop.pool.outstanding(shop.column) == [(other.slot, other.generation)]
+    with pytest.raises(StaleLease), shop.reader.open(proxy):  # it has come after all
+        pass
+    with shop.reader.open(other) as view:
+        assert view.data[0] == 7
+
+
+def test_a_lease_that_is_open_is_given_back_at_the_block_s_end_when_it_is_withdrawn(shop: Shop) -> None:
+    [proxy] = shop.publish(value=9, uses=3)
+    with shop.reader.open(proxy) as view:
+        shop.reader.withdraw(proxy.pool, [(proxy.slot, proxy.generation)])
+        shop.publish(value=1)
+        assert shop.out() == 2
+        assert view.data[0] == 9
+    assert shop.out() == 1, "the uses to come were withdrawn with it"
+
+
+def test_what_is_withdrawn_too_late_or_never_was_changes_nothing(shop: Shop) -> None:
+    [proxy] = shop.publish()
+    shop.reader.acknowledge(proxy)
+    for slot, generation in ((proxy.slot, proxy.generation), (proxy.slot, proxy.generation + 1), (4000, 1)):
+        shop.reader.withdraw(proxy.pool, [(slot, generation)])
+    shop.reader.withdraw(proxy.pool + 1, [(proxy.slot, 1)])
+    assert shop.pool.check_words() == []
+    [again] = shop.publish()
+    with shop.reader.open(again) as view:
+        assert view.data[0] == 7
+
+
 def test_a11_a_lease_opened_twice_at_once_stays_until_the_last_block_ends(shop: Shop) -> None:
     """Even where its producer expected one use: the first release must not free the bytes under the second."""
     [proxy] = shop.publish()

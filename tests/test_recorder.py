@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from structlog.testing import capture_logs
 
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
@@ -126,6 +128,36 @@ def test_nobody_waits_for_a_recorder_that_does_not_keep_up(tmp_path: Path, monke
     assert (
         len((tmp_path / "part").read_text().splitlines()) + counters.value("requests_unrecorded") == MOST_WAITING + 10
     )
+
+
+def test_b10_a_full_disk_ends_no_worker_and_what_is_missing_is_counted(tmp_path: Path) -> None:
+    counters = Counters()
+    with capture_logs() as logs:
+        recorder = Recorder(Path("/dev/full"), None, TextEncoder.from_file(None), LimitsSpec(), counters)
+        for _ in range(20):
+            recorder.take(asked(wire.TextPart("x")), [])
+        recorder.close()
+    assert [log["event"] for log in logs] == ["not_recorded"]
+    assert "No space left on device" in logs[0]["problem"]
+    assert counters.value("requests_unrecorded") == 20
+
+
+@pytest.mark.parametrize("gone", ["part", "media"])
+def test_a_folder_that_has_gone_ends_no_worker(tmp_path: Path, gone: str) -> None:
+    """Nor its recorder: what could not be written at first may be later, and what waits must not wait for ever."""
+    folder, counters = tmp_path / "folder", Counters()
+    folder.mkdir()
+    part = folder / "part" if gone == "part" else tmp_path / "part"
+    if gone == "part":
+        folder.rmdir()
+    with capture_logs() as logs:
+        recorder = Recorder(part, folder / "media", TextEncoder.from_file(None), LimitsSpec(), counters)
+        shutil.rmtree(folder, ignore_errors=True)
+        for _ in range(3):
+            recorder.take(asked(wire.ImagePart(0)), [picture(8, 8)])
+        recorder.close()
+    assert [log["event"] for log in logs] == ["not_recorded"]
+    assert counters.value("requests_unrecorded") == 3
 
 
 # --- one file of all workers ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import select
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.config import Deployment
@@ -316,6 +318,22 @@ def test_b24_what_a_killed_owner_left_is_taken_over(runtime, child):
         assert [path.name for path in runtime.directory.iterdir()] == ["encoder-3.lock"]
         assert runtime.owner("encoder", 3) == new
     assert not runtime.directory.exists()
+
+
+def test_b10_on_a_full_disk_an_owner_holds_the_lock_without_a_word(runtime):
+    """A stage that is started again must not die of what only says who it is."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with capture_logs() as logs:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with runtime.own("encoder", 0):
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                assert runtime.owner("encoder", 0) is None
+                with pytest.raises(DeploymentError, match="already running"), runtime.own("encoder", 0):
+                    pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [log["event"] for log in logs] == ["owner_not_written"]
 
 
 def test_an_owner_that_has_not_signed_yet_is_respected(runtime, child):

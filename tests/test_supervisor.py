@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,27 @@ async def test_a_long_life_makes_up_for_short_ones(place: Place) -> None:
             os.kill(before, signal.SIGKILL)
             while supervisor.processes["tokenizer", 0] == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("most", [5, 1])
+async def test_b22_a_stage_that_cannot_be_started_again_now_is_tried_later(place: Place, most: int) -> None:
+    """For want of descriptors, memory or processes; not for ever."""
+    usual, refusals = place.command(), iter([True, True])
+    ended = False
+
+    def command(stage: str, rank: int) -> list[str]:
+        if ended and stage == "encoder" and rank == 1 and next(refusals, False):
+            return ["/nowhere"]
+        return usual(stage, rank)
+
+    deployment = msgspec.structs.replace(place.deployment(), restarts=RestartsSpec(most=most))
+    refused = nullcontext() if most > 1 else pytest.raises(DeploymentError, match="encoder-1 cannot be started")
+    with refused:
+        async with asyncio.timeout(DEADLINE_S), Supervisor.running(deployment, FILE, command=command) as supervisor:
+            pid, ended = supervisor.processes["encoder", 1], True
+            os.kill(pid, signal.SIGKILL)
+            while supervisor.processes["encoder", 1] == pid or not supervisor.is_ready("encoder", 1):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_a_stage_that_cannot_start_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -214,6 +215,51 @@ def test_the_last_configuration_counts_and_the_present_stderr(logged):
     assert [(line["event"], line.get("stage"), line.get("rank")) for line in lines(text)] == [
         ("one", "encoder", None), ("three", None, 1), ("five", None, 1),
     ]  # fmt: skip
+
+
+#: Logs until the parent says that it may end, and then once more; says on stdout how far it is.
+LOGS_FOR_EVER = (
+    PRELUDE
+    + """
+configure(TelemetrySpec(log_format="json"), stage="encoder")
+for number in range(5000):
+    log.error("flood", number=number, text="x" * 100)
+print("done", flush=True)
+sys.stdin.readline()
+log.error("after")
+"""
+)
+
+
+def test_b07_a_log_that_nobody_reads_holds_nobody_up_and_says_what_is_missing():
+    """As when `less` shows the first page, or a collector of logs is stopped."""
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", LOGS_FOR_EVER]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert select.select([process.stdout], [], [], DEADLINE_S)[0], "it waits for a reader"
+        text = os.read(process.stderr.fileno(), 1 << 20)  # all that a pipe holds
+        rest, _ = process.communicate(b"\n", timeout=DEADLINE_S)[::-1]
+    found = lines((text + rest).decode())
+    assert found[-1]["event"] == "after"
+    assert found[-1]["lines_lost"] + len(found) == 5001
+
+
+@pytest.mark.parametrize("how", ["full", "closed"])
+def test_b10_a_log_that_cannot_be_written_ends_nobody(how, tmp_path):
+    """On a full disk, and behind `| head`."""
+    command = [sys.executable, "-c", LOGS_FOR_EVER]
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        stderr = full if how == "full" else writer
+        done = subprocess.run(command, input=b"\n", stdout=subprocess.PIPE, stderr=stderr, timeout=DEADLINE_S, cwd="/")
+    finally:
+        os.close(writer)
+        os.close(full)
+    assert (done.returncode, done.stdout) == (0, b"done\n")
 
 
 # --- counters -------------------------------------------------------------------------------------------

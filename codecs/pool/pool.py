@@ -200,6 +200,12 @@ class Pool:
                 self._strike(column)
                 self._struck += 1
 
+    def outstanding(self, column: int) -> list[tuple[int, int]]:
+        """Slot and generation of every lease that this consumer has been told of and has not acknowledged yet."""
+        with self._lock():
+            self._reclaim()
+            return [grant[:2] for grant in self._ledger.outstanding(column)]
+
     def strike_dead(self) -> list[int]:
         """Strike every consumer whose process is gone; returns their columns."""
         with self._lock():

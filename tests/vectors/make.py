@@ -60,6 +60,7 @@ MESSAGES: dict[str, wire.Message] = {
     "released": wire.Released(PROXY.pool, ENCODER.epoch, ((4095, LARGEST >> 32), (0, 1))),
     "released, of chunks": wire.Released(PROXY.pool, ENCODER.epoch, (), (1,), (2, (1 << 32) - 1)),
     "confirmed": wire.Confirmed(PROXY.pool, ENCODER.epoch, ((4095, LARGEST >> 32),)),
+    "withdrawn": wire.Withdrawn(PROXY.pool, ENCODER.epoch, ((4095, LARGEST >> 32), (0, 1))),
     "drain": wire.Drain(ENCODER),
     "drained": wire.Drained(ENCODER),
     "submit": wire.Submit(
