@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, DeploymentError
 from tensorferry.codecs.frames import Limits, encode
+from tensorferry.pipeline import sockets
 from tensorferry.pipeline.channels import HIGH_WATER, UNREAD, Context, Dealer, FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import (
@@ -32,6 +33,7 @@ from tensorferry.pipeline.config import (
     port_offset,
     ranks_of,
 )
+from tensorferry.pipeline.endpoint import host_and_port
 from tensorferry.pipeline.gate import Gate
 from tensorferry.pipeline.keys import DOOR, INBOX, CurveClient, KeyPair, ServerKeys, add_client, make_keys
 from tensorferry.pipeline.runtime import Runtime
@@ -50,10 +52,10 @@ ROCKET = Path(__file__).parents[1] / "examples" / "images" / "rocket.jpg"
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that nobody has now."""
     for first in range(20_000 + os.getpid() % 1000 * 20, 60_000, 20):
-        with contextlib.ExitStack() as sockets:
+        with contextlib.ExitStack() as taken:
             try:
                 for port in range(first, first + count):
-                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                    taken.enter_context(socket.socket()).bind(("127.0.0.1", port))
             except OSError:
                 continue
             return first
@@ -207,6 +209,23 @@ async def test_a_client_that_floods_a_door_on_a_network_fills_its_own_queue(cont
             await door.receive()
     eve.close()
     door.close()
+
+
+async def test_who_connects_and_says_nothing_is_hung_up_on(
+    context: Context, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 50)
+    gate = Gate(context, KEYS, lambda: None)
+    door = FrontDoor(context, address, LIMITS, _never, curve=KEYS.bound(DOOR))
+    host, port = host_and_port(address)
+    async with asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection(host, port)
+        greeted = await reader.read()  # until its end
+    assert greeted.startswith(b"\xff")
+    writer.close()
+    await writer.wait_closed()
+    door.close()
+    gate.close()
 
 
 async def test_b24_a_port_in_use_is_refused_not_stolen(context: Context, address: str) -> None:
@@ -363,11 +382,11 @@ async def test_b28_a_deployment_on_a_network_answers_those_it_knows_and_no_one_e
         assert denied(deployment) == 0
         ports = {int(address.rpartition(":")[2]) for address in addresses}
         assert {host for host, port in listening() if port in ports} == {"0.0.0.0"}
-        with zmq.Context() as attacker, contextlib.ExitStack() as sockets:
+        with zmq.Context() as attacker, contextlib.ExitStack() as undo:
             for address in addresses:
                 for curve in (None, CurveClient(EVE, client_of(deployment)), CurveClient(EVE, EVE.public)):
                     kind = zmq.DEALER if address == addresses[0] else zmq.PUSH
-                    raw = sockets.enter_context(attacker.socket(kind))
+                    raw = undo.enter_context(attacker.socket(kind))
                     raw.linger = 0
                     if curve is not None:
                         curve.secure(raw)
