@@ -1,8 +1,8 @@
 """What seeing costs: CPU of a request with metrics scraped and traffic recorded, and with spans sent too, over without.
 
-Three deployments are up, and take turns: off, on, spans; then spans, on, off; and so on. What an arm spends in four turns
-and what `off` spends in those beside them are a pair, so a machine that gets busier meets all of them. What is said is the
-mean of the pairs' ratios, with a bootstrap interval over the pairs.
+Three deployments are up, and take turns: off, on, spans; then spans, on, off; and so on. What an arm spends in four
+turns and what `off` spends in those beside them are a pair, so a machine that gets busier meets all of them. What is
+said is the mean of the pairs' ratios, with a bootstrap interval over the pairs.
 """
 
 from __future__ import annotations
