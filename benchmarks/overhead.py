@@ -1,8 +1,8 @@
 """What seeing costs: CPU of a request with metrics scraped and traffic recorded, and with spans sent too, over without.
 
-Three deployments are up, and take turns: off, on, spans; then spans, on, off. A turn and that of `off` in the same
-round are a pair, so a machine that gets busier meets all of them. What is said is the mean of the pairs' ratios, with a
-bootstrap interval over the pairs.
+Three deployments are up, and take turns: off, on, spans; then spans, on, off; and so on. What an arm spends in four
+turns and what `off` spends in those beside them are a pair, so a machine that gets busier meets all of them. What is
+said is the mean of the pairs' ratios, with a bootstrap interval over the pairs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tensorferry.pipeline.replay import bootstrap
 from tensorferry.pipeline.runtime import Runtime
 
 _IN_FLIGHT = 8
+_SLICES = 4  #: of a turn, in which the arms alternate: others' work beside it comes and goes within a turn
 _PHOTO = Path(__file__).parents[1] / "examples" / "images" / "coffee_exif_orientation6.jpg"
 _MOST = 1.05  #: times the CPU without
 
@@ -115,9 +116,13 @@ async def _measured(scale: Scale, keys: str, count: int) -> dict[str, list[float
             ports = range(port, port + len(STAGES)) if name != "off" else ()
             arms[name] = _Arm(client, [pid_of(runtime, stage) for stage in STAGES], ports)
             await _turn(arms[name], count)
-        for number in range(max(1, scale.rounds // 4)):
-            for name in ARMS if number % 2 == 0 else reversed(ARMS):
-                spent[name].append(await _turn(arms[name], count))
+        for _ in range(max(1, scale.rounds // 4)):
+            turns: dict[str, list[float]] = {name: [] for name in ARMS}
+            for number in range(_SLICES):
+                for name in ARMS if number % 2 == 0 else reversed(ARMS):
+                    turns[name].append(await _turn(arms[name], -(-count // _SLICES)))
+            for name, of_each in turns.items():
+                spent[name].append(sum(of_each) / _SLICES)
     return spent
 
 

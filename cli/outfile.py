@@ -14,13 +14,15 @@ from tensorferry.pipeline.replay.whole import destination
 
 
 class OutFile(click.Path):
-    """A path at which a file can be made, or replaced; of `-`, the standard output, a BinaryIO."""
+    """A path at which a file can be made, or replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, or_stdout: bool = False) -> None:
+        """or_stdout: of `-`, the standard output, a BinaryIO."""
         super().__init__(dir_okay=False, path_type=Path)
+        self._or_stdout = or_stdout
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "-":
+        if value == "-" and self._or_stdout:
             return sys.stdout.buffer
         path = Path(value)
         try:

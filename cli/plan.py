@@ -9,13 +9,16 @@ from pathlib import Path
 
 import click
 import msgspec
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.replay import PLAIN_WIDTH, Sizer, speed_option
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_options
+from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.replay.folder import Run, read_run
@@ -40,6 +43,7 @@ from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.registry import make_processor
 
 _BAR = 40
+_OF_THE_RUN = ("speed", "start", "end", "limit")  #: options that a replay had already
 
 
 @click.command()
@@ -51,14 +55,14 @@ _BAR = 40
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A replay's --out folder: TRACE as it ran here, best with a large pool.",
 )
-@click.option("--processing-ms", type=click.FloatRange(min=0), help="Of 1,000 patches in a thread, without --measured.")
-@click.option("--encoding-ms", type=click.FloatRange(min=0), help="Of 1,000 patches in a rank, without --measured.")
+@click.option("--processing-ms", type=Real(0, 1e6), help="Of 1,000 patches in a thread, without --measured.")
+@click.option("--encoding-ms", type=Real(0, 1e6), help="Of 1,000 patches in a rank, without --measured.")
 @speed_option
 @reading_options
 @window_options
 @click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
 @media_option
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with the plot too.")
+@click.option("--html", type=OutFile(), help="Write a page with the plot too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def command(
@@ -95,6 +99,10 @@ def command(
             raise click.UsageError(
                 "--measured has the times already; leave --processing-ms and --encoding-ms away", ctx
             )
+        given_too = [name for name in _OF_THE_RUN if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+        if given_too:
+            names = ", ".join(f"--{name}" for name in given_too)
+            raise click.UsageError(f"--measured is a run that had its own {names}; leave that away", ctx)
         run = read_run(measured)
         times = _as_measured(run, recording, deployment)
         visits, less = times.visits, list(_less_known(times))

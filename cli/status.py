@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment
@@ -35,7 +36,7 @@ class Health(msgspec.Struct, frozen=True):
 @click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+@click.option("--timeout", "timeout_s", type=Real(0, 86_400, min_open=True), default=5.0, show_default=True)
 @click.pass_context
 def command(ctx: click.Context, file: Path, settings: tuple[str, ...], as_json: bool, timeout_s: float) -> None:
     """Say how every process of the running deployment of a file is.

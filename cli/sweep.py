@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,11 +13,12 @@ import click
 import msgspec
 from rich.console import Console
 
+from tensorferry.cli import replay
 from tensorferry.cli.compare import print_comparison, write_comparison
 from tensorferry.cli.config import load_deployment
 from tensorferry.cli.outfile import OutFolder, make_folder
 from tensorferry.cli.replay import PLAIN_WIDTH
-from tensorferry.cli.tracefile import trace_argument
+from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
 from tensorferry.pipeline.replay.folder import read_run
 
@@ -106,6 +108,7 @@ def command(
         raise click.BadParameter(str(problem), ctx, param_hint="--set") from None
     for version in versions:
         load_deployment(file, version.settings)  # all of them are sound before the first one runs
+    _check_options(ctx, trace, file, out, options)
     make_folder(out)
     if any(out.iterdir()):
         raise click.BadParameter(f"{out} is not empty", ctx, param_hint="--out")
@@ -128,21 +131,48 @@ def command(
     ctx.exit(max(statuses, key=lambda status: _BY_HARM.index(status) if status in _BY_HARM else len(_BY_HARM)))
 
 
+def _check_options(ctx: click.Context, trace: Path, file: Path, out: Path, options: Sequence[str]) -> None:
+    """Raise what every replay would for its options or the trace; UsageError for options that are the sweep's own."""
+    chosen = replay.command.make_context("replay", _asked(trace, file, (), out, options)).params
+    own = {"--config": chosen["file"] != file, "--out": chosen["out"] != out, "--set": chosen["settings"] != ()}
+    own |= {"--attach": chosen["attach"], "--dry-run": chosen["dry_run"]}
+    for option, given in own.items():
+        if given:
+            problem = "a sweep starts each, in a folder of its own; give --config, --set and --out before the --"
+            raise click.UsageError(f"{option} cannot be an option of every replay: {problem}", ctx)
+    opened(trace, chosen["rate"], chosen["keys"], chosen["seed"], scheduled=chosen["speed"].ratio is not None)
+
+
+def _asked(trace: Path, file: Path, settings: Sequence[str], folder: Path, options: Sequence[str]) -> list[str]:
+    """The arguments of one replay."""
+    chosen = [argument for setting in settings for argument in ("--set", setting)]
+    return [str(trace), "--config", str(file), *chosen, "--out", str(folder), *options]
+
+
 def _replay(trace: Path, file: Path, version: Cell, folder: Path, options: Sequence[str]) -> tuple[int, bool]:
-    """One run, its output in a file; its exit status, and whether Ctrl-C was pressed meanwhile."""
+    """One run, its output in a file; its exit status, and whether it was to end early, by Ctrl-C or SIGTERM."""
     folder.mkdir(parents=True)
-    settings = [argument for setting in version.settings for argument in ("--set", setting)]
-    asked = ["replay", str(trace), "--config", str(file), *settings, "--out", str(folder), *options]
+    asked = ["replay", *_asked(trace, file, version.settings, folder, options)]
     with (folder / "replay.log").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "tensorferry", *asked], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         interrupted = False
-        while True:
-            try:
-                return child.wait(), interrupted
-            except KeyboardInterrupt:  # the replay got it too: it stops sending, and reports what it has
-                interrupted = True
+
+        def pass_on(number: int, frame: object) -> None:
+            nonlocal interrupted
+            interrupted = True
+            child.send_signal(number)
+
+        before = signal.signal(signal.SIGTERM, pass_on)
+        try:
+            while True:
+                try:
+                    return child.wait(), interrupted
+                except KeyboardInterrupt:  # the replay got it too: it stops sending, and reports what it has
+                    interrupted = True
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _outcome(status: int, folder: Path) -> str:

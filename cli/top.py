@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment
@@ -38,7 +39,7 @@ class Look:
 @click.command()
 @click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
 @set_option
-@click.option("--every", "every_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
+@click.option("--every", "every_s", type=Real(0.1, 86_400), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print it once, with the rates of one period, and end.")
 def command(file: Path, settings: tuple[str, ...], every_s: float, once: bool) -> None:
     """Watch the running deployment of FILE: rates, requests in flight, pools and fallbacks. Ctrl-C ends it.

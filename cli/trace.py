@@ -72,7 +72,7 @@ def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: i
 
 @command.command("convert")
 @trace_argument
-@click.argument("out", type=OutFile())
+@click.argument("out", type=OutFile(or_stdout=True))
 @reading_options
 @window_options
 @_share_option
@@ -101,7 +101,7 @@ def convert_command(
 
 @command.command("cut")
 @trace_argument
-@click.argument("out", type=OutFile())
+@click.argument("out", type=OutFile(or_stdout=True))
 @reading_options
 @window_options
 @_share_option

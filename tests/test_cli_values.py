@@ -33,6 +33,22 @@ def test_a_number_is_finite_and_of_a_size_that_can_be_meant(option: str, before:
     assert f"Error: Invalid value for '{option}': " in result.stderr
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300", "-1", "x"])
+@pytest.mark.parametrize(
+    ("option", "before"),
+    [
+        ("--processing-ms", ["plan", str(TRACE), "--config", str(LOCAL), "--encoding-ms=1"]),
+        ("--encoding-ms", ["plan", str(TRACE), "--config", str(LOCAL), "--processing-ms=1"]),
+        ("--every", ["top", "--config", str(LOCAL)]),
+        ("--timeout", ["status", "--config", str(LOCAL)]),
+    ],
+)
+def test_a_time_is_finite_and_of_a_length_that_can_be_meant(option: str, before: list[str], value: str) -> None:
+    result = CliRunner().invoke(main, [*before, f"{option}={value}"])
+    assert result.exit_code == 2
+    assert f"Error: Invalid value for '{option}': " in result.stderr
+
+
 @pytest.mark.parametrize("command", ["cut", "convert"])
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "1.1", "-1"])
 def test_a_share_is_a_share(tmp_path: Path, command: str, value: str) -> None:

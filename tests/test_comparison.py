@@ -205,6 +205,34 @@ def test_a_sweep_that_cannot_be_sound_runs_nothing(tmp_path: Path) -> None:
     assert "is not empty" in cli(*asked, "pool.budget_mb=64").stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (("--nonsense",), 2, "No such option"),
+        (("--speed", "fast"), 2, "--speed"),
+        (("--out", "elsewhere"), 2, "--out cannot be an option of every replay"),
+        (("--set", "pool.budget_mb=1"), 2, "--set cannot be"),
+        (("--config", "other.yaml"), 2, "--config cannot be"),
+        (("--attach",), 2, "--attach cannot be"),
+        (("--dry-run",), 2, "--dry-run cannot be"),
+        (("--rate", "3"), 1, "takes no rate"),
+    ],
+)
+def test_options_that_no_replay_can_have_are_refused_before_the_first(
+    tmp_path: Path, options: Sequence[str], status: int, said: str
+) -> None:
+    out = tmp_path / "out"
+    result = cli("sweep", TRACE, "--config", LOCAL, "--out", out, "--set", "pool.budget_mb=64", "--", *options)
+    assert (result.exit_code, said in result.stderr) == (status, True), result.output
+    assert not out.exists()
+
+
+def test_a_sweep_of_no_trace_runs_nothing(tmp_path: Path) -> None:
+    result = cli("sweep", __file__, "--config", LOCAL, "--out", tmp_path / "out")
+    assert (result.exit_code, "not a trace" in result.stderr) == (1, True), result.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def runtime() -> Iterator[str]:
     """A folder whose path leaves room for the names of sockets."""
@@ -229,11 +257,12 @@ def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: s
 
 
 @pytest.mark.timeout(60)
-def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str) -> None:
-    """Ctrl-C reaches the replay as well, which reports; no further run begins."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str, how: signal.Signals) -> None:
+    """Ctrl-C reaches the replay as well, and SIGTERM is handed on to it; it reports, and no further run begins."""
     program = "import sys; from tensorferry.cli.main import main; sys.exit(main())"
     asked = ["sweep", TRACE, "--config", LOCAL, "--repeat", "3", "--out", tmp_path / "out", "--set", "encoder.ranks=1"]
-    asked += ["--set", runtime, "--", "--speed", "0.00001"]
+    asked += ["--set", "model.adapter=fingerprint", "--set", runtime, "--", "--speed", "0.00001"]
     with subprocess.Popen(
         [sys.executable, "-u", "-c", program, *map(str, asked)], stdout=subprocess.PIPE, text=True, process_group=0
     ) as sweeping:
@@ -244,7 +273,10 @@ def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: 
                 assert sweeping.poll() is None
                 assert time.monotonic() < until
                 threading.Event().wait(0.05)
-            os.killpg(sweeping.pid, signal.SIGINT)
+            if how == signal.SIGINT:
+                os.killpg(sweeping.pid, how)
+            else:
+                sweeping.send_signal(how)
             said, _ = sweeping.communicate(timeout=40)
         finally:
             sweeping.kill()

@@ -187,6 +187,9 @@ def test_plans_need_times_of_this_trace(make_run: MakeRun, tmp_path: Path) -> No
     assert result.exit_code == 1
     assert "another trace" in result.stderr
     assert cli(*asked, "--measured", folder, "--encoding-ms", 1).exit_code == 2
+    assert "had its own --limit" in cli(*asked, "--measured", folder, "--limit", 3).stderr
+    lost = cli(*asked, "--processing-ms", 1, "--encoding-ms", 1, "--html", "/nowhere/plan.html")
+    assert (lost.exit_code, lost.stdout) == (2, "")  # before anything is planned
     assert cli(*asked, "--processing-ms", 1, "--encoding-ms", 1, "--speed", "max").exit_code == 2
     assert "no pools" in cli(*asked, "--set", "transport=cpu", "--processing-ms", 1, "--encoding-ms", 1).stderr
 
