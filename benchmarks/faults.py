@@ -34,6 +34,7 @@ from tensorferry.pipeline.supervisor import Command, Supervisor, start_command
 
 SHORTEST_S, LONGEST_S = 0.2, 5.0  #: how long a fault lasts that does
 FLOOD = 64  #: messages in a row
+LIMITED_S = 2.0  #: from the start of an interpreter until it has limited itself, at most
 #: Less than any pool or page of acknowledgements has, more than a lock file says.
 NO_MEMORY_NBYTES = 4096
 _PIDFD_GETFD = 438  #: Linux 5.6, the same number everywhere
@@ -135,6 +136,7 @@ class Faults:
                 who = fault if fault.stage != "scheduler" else self._another(fault, "encoder")
                 os.kill(self._pid(who), signal.SIGKILL)
                 await asyncio.sleep(fault.for_s)
+        await self._relieve(fault)
 
     async def disk(self, fault: Fault) -> None:
         """What it writes to a file fails: its log, where that is one, its record, and in a next life its lock file."""
@@ -143,6 +145,7 @@ class Faults:
                 await asyncio.sleep(fault.for_s / 2)
                 os.kill(self._pid(fault), signal.SIGKILL)
                 await asyncio.sleep(fault.for_s / 2)
+        await self._relieve(fault)
 
     async def descriptors(self, fault: Fault) -> None:
         """It can open nothing more, and somebody comes anew who wants to be connected."""
@@ -169,7 +172,7 @@ class Faults:
 
     async def flood(self, fault: Fault) -> None:
         """It is sent messages that mean nothing to it, as fast as it takes them; a tokenizer also more requests than it
-        may take, by a client that reads no answer."""
+        may take, by a client that reads no answer; and half of those whom it would hand its pool at once are silent."""
         until = asyncio.get_running_loop().time() + fault.for_s
         with open_context() as context, ExitStack() as undo:
             ways: list[Outbox | Dealer] = [
@@ -180,6 +183,11 @@ class Faults:
                 ways.append(Dealer(context, door, "flood", self._limits, lambda _: None, high_water=FLOOD))
             for way in ways:
                 undo.callback(way.close)
+            if fault.stage != "scheduler":  # who would have its pool, and then says nothing
+                for _ in range(FLOOD // 2):
+                    silent = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    with suppress(OSError):
+                        silent.connect(self._runtime.broker(fault.stage, fault.rank))
             while asyncio.get_running_loop().time() < until:
                 with suppress(PeerBusy):
                     for _ in range(FLOOD):
@@ -207,6 +215,16 @@ class Faults:
             yield pidfd
         finally:
             os.close(pidfd)
+
+    async def _relieve(self, fault: Fault) -> None:
+        """Give a life that began under a limit of the size of files what others have, once it has set that limit."""
+        until = asyncio.get_running_loop().time() + LIMITED_S
+        while asyncio.get_running_loop().time() < until:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process = psutil.Process(self._pid(fault))
+                hard = process.rlimit(resource.RLIMIT_FSIZE)[1]
+                process.rlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            await asyncio.sleep(LIMITED_S / 10)
 
     @contextmanager
     def _limited(self, fault: Fault, limit: int, most: int) -> Iterator[None]:

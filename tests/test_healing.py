@@ -276,6 +276,27 @@ async def test_b19_what_a_dead_tokenizer_owned_is_sent_again_by_the_client(
         await it.gives_all_back()
 
 
+async def test_b44_a_burst_is_answered_to_the_last_whoever_asks_how_it_is_going(run: Callable[..., Any]) -> None:
+    """200 requests at once for one encoder, while probes come and go, most of them before they have an answer."""
+    async with run(encoders=1, service_ms=1) as it:
+        asked = [it.submit() for _ in range(200)]
+        for number in range(20):
+            probe = asyncio.create_task(_probe(it.deployment))
+            await asyncio.sleep(0.002 * number)
+            probe.cancel()
+            await asyncio.wait([probe])
+        assert len(await results(asked)) == 200
+        assert {member.state for member in await _probe(it.deployment)} == {"ready"}
+        await results([it.submit() for _ in range(50)])
+        await it.gives_all_back()
+
+
+async def _probe(deployment: Deployment) -> list[wire.Member]:
+    """What `tensorferry status` asks."""
+    async with Client.connect(deployment, timeout_s=PATIENCE_S, wait=False) as client:
+        return client.members()
+
+
 async def test_b40_a_request_that_kills_whoever_encodes_it_is_not_passed_on_for_ever(run: Callable[..., Any]) -> None:
     async with run(encoders=2) as it:
         it.gate.touch()
