@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,6 +38,7 @@ FLOOD = 64  #: messages in a row
 LIMITED_S = 2.0  #: from the start of an interpreter until it has limited itself, at most
 #: Less than any pool or page of acknowledgements has, more than a lock file says.
 NO_MEMORY_NBYTES = 4096
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _PIDFD_GETFD = 438  #: Linux 5.6, the same number everywhere
 
 
@@ -157,11 +159,7 @@ class Faults:
 
     async def cut(self, fault: Fault) -> None:
         """All of its connections break, and what is on its way in them is lost."""
-        with self._held(fault) as pidfd:
-            for fd in _descriptors(self._pid(fault)):
-                with suppress(OSError), _borrowed(pidfd, fd) as found:  # it may close it just now
-                    if found is not None and _is_connection(found, str(self._runtime.directory)):
-                        _sever(found)
+        sever(self._pid(fault), str(self._runtime.directory))
 
     async def unlinked(self, fault: Fault) -> None:
         """Its socket files are removed, as whoever cleans /tmp does, and somebody comes anew who needs them."""
@@ -265,6 +263,30 @@ def _useless(fault: Fault) -> wire.Message:
     return secrets.choice(messages)
 
 
+def sever(pid: int, path: str, made_by: int | None = None) -> int:
+    """Break a process's connections through socket files whose paths begin so; how many. What it has not read is lost.
+
+    made_by: of those that others made to it, only these of this process. Raises ProcessLookupError.
+    """
+    broken = 0
+    pidfd = os.pidfd_open(pid)
+    try:
+        for fd in _descriptors(pid):
+            with suppress(OSError), _borrowed(pidfd, fd) as found:  # it may close it just now
+                if found is not None and _is_connection(found, path) and made_by in (None, _maker(found)):
+                    _drop(found)
+                    broken += 1
+    finally:
+        os.close(pidfd)
+    return broken
+
+
+def _maker(connection: socket.socket) -> int:
+    """Who has connected; of one's own connection, who listens. Source: unix(7), SO_PEERCRED."""
+    pid: int = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    return pid
+
+
 def _descriptors(pid: int) -> list[int]:
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
@@ -288,7 +310,7 @@ def _borrowed(pidfd: int, fd: int) -> Iterator[socket.socket | None]:
             yield found
 
 
-def _sever(connection: socket.socket) -> None:
+def _drop(connection: socket.socket) -> None:
     """Break it, and take out of it what its owner has not read yet."""
     connection.setblocking(False)
     for _ in range(2):
@@ -299,10 +321,10 @@ def _sever(connection: socket.socket) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _is_connection(found: socket.socket, directory: str) -> bool:
+def _is_connection(found: socket.socket, path: str) -> bool:
     """Whether this is one end of a connection through a socket file of the deployment; ZeroMQ's, and no broker's."""
     if (found.family, found.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
         return False
     listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     ends = (found.getsockname(), found.getpeername())
-    return not listens and any(isinstance(end, str) and end.startswith(directory) for end in ends)
+    return not listens and any(isinstance(end, str) and end.startswith(path) for end in ends)

@@ -26,7 +26,7 @@ RANKS = {"tokenizer": 2, "encoder": 3, "scheduler": 2}
 async def test_l12_every_request_ends_in_one_result_whatever_is_done_to_whom(
     seed: int, transport: str, counts: dict[str, int]
 ) -> None:
-    found = await chaos(seed, requests=50, counts=counts, every_s=0.5, longest_s=1.0, at_once=8, transport=transport)
+    found = await chaos(seed, requests=50, counts=counts, every_s=0.4, longest_s=0.8, at_once=4, transport=transport)
     assert found["wrong"] == [], found
 
 
