@@ -65,7 +65,7 @@ pool: {{budget_mb: 32, inline_below_kb: 0, chunk_mb: 4, idle_s: 0.5}}
 embeddings_pool: {{budget_mb: 32, inline_below_kb: 0}}
 timeouts: {{heartbeat_s: 0.25, quarantine_s: 3.0, start_s: 90}}
 restarts: {{most: 1000}}
-telemetry: {{log_level: error, log_format: json}}
+telemetry: {{log_level: error, log_format: json, record: {folder}/traffic.jsonl}}
 """
 
 
@@ -222,6 +222,7 @@ async def chaos(
             await run.run(faults, every_s, requests, at_once)
             took_s = time.monotonic() - started
             wrong = await run.settle()
+        wrong += _wrong_with_record(Path(folder) / "traffic.jsonl")
         wrong += [f"{path.name} is left" for path in (Path(folder) / "run").rglob("*") if not path.is_dir()]
     wrong += [f"{what} is left" for what in _belongings(device) - before]
     if (kept_nbytes := free_nbytes - _free_nbytes(device)) > HBM_NBYTES:
@@ -273,6 +274,13 @@ def _digested(photos: Sequence[bytes], deployment: Deployment, device: int | Non
         processor.write(image, made, out)
         found[image] = fingerprint_of(out.host().data.data, made.dtype, made.shape)
     return found
+
+
+def _wrong_with_record(record: Path) -> list[str]:
+    """Of the traffic that was recorded: no request twice. Those that came while a disk was full are missing."""
+    ids = [json.loads(line)["id"] for line in record.read_text().splitlines()] if record.exists() else []
+    again = len(ids) - len(set(ids))
+    return [] if ids and not again else [f"{len(ids)} recorded, {again} of them again"]
 
 
 def _free_nbytes(device: int | None) -> int:

@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,8 +35,10 @@ from tensorferry.pipeline.supervisor import Command, Supervisor, start_command
 
 SHORTEST_S, LONGEST_S = 0.2, 5.0  #: how long a fault lasts that does
 FLOOD = 64  #: messages in a row
+LIMITED_S = 2.0  #: from the start of an interpreter until it has limited itself, at most
 #: Less than any pool or page of acknowledgements has, more than a lock file says.
 NO_MEMORY_NBYTES = 4096
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _PIDFD_GETFD = 438  #: Linux 5.6, the same number everywhere
 
 
@@ -135,6 +138,7 @@ class Faults:
                 who = fault if fault.stage != "scheduler" else self._another(fault, "encoder")
                 os.kill(self._pid(who), signal.SIGKILL)
                 await asyncio.sleep(fault.for_s)
+        await self._relieve(fault)
 
     async def disk(self, fault: Fault) -> None:
         """What it writes to a file fails: its log, where that is one, its record, and in a next life its lock file."""
@@ -143,6 +147,7 @@ class Faults:
                 await asyncio.sleep(fault.for_s / 2)
                 os.kill(self._pid(fault), signal.SIGKILL)
                 await asyncio.sleep(fault.for_s / 2)
+        await self._relieve(fault)
 
     async def descriptors(self, fault: Fault) -> None:
         """It can open nothing more, and somebody comes anew who wants to be connected."""
@@ -154,11 +159,7 @@ class Faults:
 
     async def cut(self, fault: Fault) -> None:
         """All of its connections break, and what is on its way in them is lost."""
-        with self._held(fault) as pidfd:
-            for fd in _descriptors(self._pid(fault)):
-                with suppress(OSError), _borrowed(pidfd, fd) as found:  # it may close it just now
-                    if found is not None and _is_connection(found, str(self._runtime.directory)):
-                        _sever(found)
+        sever(self._pid(fault), str(self._runtime.directory))
 
     async def unlinked(self, fault: Fault) -> None:
         """Its socket files are removed, as whoever cleans /tmp does, and somebody comes anew who needs them."""
@@ -169,7 +170,7 @@ class Faults:
 
     async def flood(self, fault: Fault) -> None:
         """It is sent messages that mean nothing to it, as fast as it takes them; a tokenizer also more requests than it
-        may take, by a client that reads no answer."""
+        may take, by a client that reads no answer; and half of those whom it would hand its pool at once are silent."""
         until = asyncio.get_running_loop().time() + fault.for_s
         with open_context() as context, ExitStack() as undo:
             ways: list[Outbox | Dealer] = [
@@ -180,6 +181,11 @@ class Faults:
                 ways.append(Dealer(context, door, "flood", self._limits, lambda _: None, high_water=FLOOD))
             for way in ways:
                 undo.callback(way.close)
+            if fault.stage != "scheduler":  # who would have its pool, and then says nothing
+                for _ in range(FLOOD // 2):
+                    silent = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    with suppress(OSError):
+                        silent.connect(self._runtime.broker(fault.stage, fault.rank))
             while asyncio.get_running_loop().time() < until:
                 with suppress(PeerBusy):
                     for _ in range(FLOOD):
@@ -207,6 +213,16 @@ class Faults:
             yield pidfd
         finally:
             os.close(pidfd)
+
+    async def _relieve(self, fault: Fault) -> None:
+        """Give a life that began under a limit of the size of files what others have, once it has set that limit."""
+        until = asyncio.get_running_loop().time() + LIMITED_S
+        while asyncio.get_running_loop().time() < until:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process = psutil.Process(self._pid(fault))
+                hard = process.rlimit(resource.RLIMIT_FSIZE)[1]
+                process.rlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            await asyncio.sleep(LIMITED_S / 10)
 
     @contextmanager
     def _limited(self, fault: Fault, limit: int, most: int) -> Iterator[None]:
@@ -247,6 +263,30 @@ def _useless(fault: Fault) -> wire.Message:
     return secrets.choice(messages)
 
 
+def sever(pid: int, path: str, made_by: int | None = None) -> int:
+    """Break a process's connections through socket files whose paths begin so; how many. What it has not read is lost.
+
+    made_by: of those that others made to it, only these of this process. Raises ProcessLookupError.
+    """
+    broken = 0
+    pidfd = os.pidfd_open(pid)
+    try:
+        for fd in _descriptors(pid):
+            with suppress(OSError), _borrowed(pidfd, fd) as found:  # it may close it just now
+                if found is not None and _is_connection(found, path) and made_by in (None, _maker(found)):
+                    _drop(found)
+                    broken += 1
+    finally:
+        os.close(pidfd)
+    return broken
+
+
+def _maker(connection: socket.socket) -> int:
+    """Who has connected; of one's own connection, who listens. Source: unix(7), SO_PEERCRED."""
+    pid: int = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    return pid
+
+
 def _descriptors(pid: int) -> list[int]:
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
@@ -270,7 +310,7 @@ def _borrowed(pidfd: int, fd: int) -> Iterator[socket.socket | None]:
             yield found
 
 
-def _sever(connection: socket.socket) -> None:
+def _drop(connection: socket.socket) -> None:
     """Break it, and take out of it what its owner has not read yet."""
     connection.setblocking(False)
     for _ in range(2):
@@ -281,10 +321,10 @@ def _sever(connection: socket.socket) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _is_connection(found: socket.socket, directory: str) -> bool:
+def _is_connection(found: socket.socket, path: str) -> bool:
     """Whether this is one end of a connection through a socket file of the deployment; ZeroMQ's, and no broker's."""
     if (found.family, found.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
         return False
     listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     ends = (found.getsockname(), found.getpeername())
-    return not listens and any(isinstance(end, str) and end.startswith(directory) for end in ends)
+    return not listens and any(isinstance(end, str) and end.startswith(path) for end in ends)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import structlog
@@ -111,7 +112,7 @@ class Tokenizer:
         self._load = Load(self._limits)
         self._rate = Rate(self._limits.client_requests_per_s)
         self._over = Tombstones()
-        self._clients: set[bytes] = set()
+        self._clients: dict[bytes, float] = {}  # when each was last known to be there, the longest ago first
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = self._draining = False
@@ -137,10 +138,9 @@ class Tokenizer:
                 if owned is not None and owned.submit.attempt == attempt and self._is_of(owned, client):
                     owned.cancel()
             case wire.Hello():
-                self._clients.add(client)
-                self._answer(client, self._members())
+                self._greeted(client)
             case wire.Drained():
-                self._clients.discard(client)
+                self._clients.pop(client, None)
             case other:
                 self._stage.refused(BadMessage(f"a client sent {type(other).__name__}"))
 
@@ -202,6 +202,16 @@ class Tokenizer:
         self._requests[submit.request] = Request(client, submit, task, context)
         self._idle.clear()
 
+    def _greeted(self, client: bytes) -> None:
+        """Remember a client, and look after the two that were silent longest: one that died has said no good-bye."""
+        now, members = time.monotonic(), self._members()
+        silent_before = now - self._stage.deployment.timeouts.quarantine_s
+        silent = [known for known, at in islice(self._clients.items(), 2) if at < silent_before]
+        for known in (*silent, client):
+            self._clients.pop(known, None)
+            if self._answer(known, members):
+                self._clients[known] = now
+
     def _is_of(self, request: Request, client: bytes) -> bool:
         """Whether a request is this client's; one that has connected again is another to us, and knows its id."""
         return request.client == client or not self._answer(request.client, self._members())
@@ -211,7 +221,7 @@ class Tokenizer:
         try:
             self._door.send_nowait(client, message)
         except (PeerGone, PeerBusy) as problem:
-            self._clients.discard(client)
+            self._clients.pop(client, None)
             self._stage.counters.count("answers_undeliverable")
             log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))
             return False

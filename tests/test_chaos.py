@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from benchmarks.chaos import Ledger, chaos
 from benchmarks.faults import KINDS, plan
 
+ROOT = Path(__file__).parents[1]
 RANKS = {"tokenizer": 2, "encoder": 3, "scheduler": 2}
 
 
@@ -23,7 +26,7 @@ RANKS = {"tokenizer": 2, "encoder": 3, "scheduler": 2}
 async def test_l12_every_request_ends_in_one_result_whatever_is_done_to_whom(
     seed: int, transport: str, counts: dict[str, int]
 ) -> None:
-    found = await chaos(seed, requests=50, counts=counts, every_s=0.5, longest_s=1.0, at_once=8, transport=transport)
+    found = await chaos(seed, requests=50, counts=counts, every_s=0.4, longest_s=0.8, at_once=4, transport=transport)
     assert found["wrong"] == [], found
 
 
@@ -41,3 +44,16 @@ def test_a_ledger_that_does_not_balance_says_so() -> None:
     ledger = Ledger(sent=5, ok=2, wrong=1)
     ledger.failed["PeerGone"] += 1
     assert ledger.lost == 1
+
+
+def test_the_page_on_faults_names_tests_and_kinds_that_there_are() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    there = {
+        name for file in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 30
+    assert named <= there
+    assert {kind for line in re.findall(r"chaos: (.*?) \|", page) for kind in re.findall(r"`(\w+)`", line)} <= set(
+        KINDS
+    )

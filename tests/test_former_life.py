@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.tensors import CODES
 from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler
@@ -90,3 +91,28 @@ def test_a7_an_owner_takes_no_report_that_was_meant_for_its_former_life(message:
     assert (counted, looked_up) == (["mail_of_a_former_life"], [])
     owner._take_report(message(NOW))
     assert (counted, looked_up) == (["mail_of_a_former_life"], [REQUEST])
+
+
+def test_b22_clients_that_left_without_a_word_are_forgotten() -> None:
+    """However many: each one that comes looks after two that were silent; those that live and are silent stay."""
+    gone: set[bytes] = set()
+    owner: Any = object.__new__(Tokenizer)
+
+    def send(client: bytes, message: wire.Message) -> None:
+        if client in gone:
+            raise PeerGone("client", "has disconnected")
+
+    owner._door = SimpleNamespace(send_nowait=send)
+    timeouts = SimpleNamespace(quarantine_s=0.0)
+    counters = SimpleNamespace(count=lambda name: None)
+    owner._stage = SimpleNamespace(deployment=SimpleNamespace(timeouts=timeouts), counters=counters)
+    owner._members = lambda: None
+    owner._clients = {}
+    hello = wire.Hello(wire.PROTOCOL_VERSION, wire.Origin("client", 0, 1), "client")
+    for number in range(1000):
+        client = number.to_bytes(5, "big")
+        owner._take(client, hello, ())
+        if number % 100:
+            gone.add(client)
+    assert set(owner._clients) - gone == {number.to_bytes(5, "big") for number in range(0, 1000, 100)}
+    assert len(owner._clients) <= 20

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.faults import sever
 from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.config import Deployment, load
 from tensorferry.pipeline.parts import Embeddings
+from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.assignment import assign
 
@@ -274,6 +276,47 @@ async def test_b19_what_a_dead_tokenizer_owned_is_sent_again_by_the_client(
         await it.lives_again("tokenizer", 0, pid)
         await results([it.submit() for _ in range(4)])
         await it.gives_all_back()
+
+
+@pytest.mark.parametrize(
+    ("stage", "sender"), [("encoder", "tokenizer"), ("scheduler", "encoder")], ids=["features", "embeddings"]
+)
+async def test_b19_what_is_on_its_way_in_a_connection_that_breaks_is_sent_again(
+    run: Callable[..., Any], stage: str, sender: str
+) -> None:
+    """Both ends live. The messages lie in the kernel, since their receiver is stopped; and so do the proxies."""
+    async with run() as it:
+        await it.stop(stage, 0)
+        asked = [it.submit() for _ in range(10)]
+        await it.lends(f"{sender}-0", 10)
+        pid, inbox = it.supervisor.processes[stage, 0], Runtime.of(it.deployment).inbox(stage, 0)
+        assert sever(pid, inbox.removeprefix("ipc://"), it.supervisor.processes[sender, 0]) == 1
+        os.kill(pid, signal.SIGCONT)
+        done = await results(asked)
+        assert all(result.items[0].digest for result in done)
+        await it.gives_all_back()
+        await it.all_live()
+
+
+async def test_b44_a_burst_is_answered_to_the_last_whoever_asks_how_it_is_going(run: Callable[..., Any]) -> None:
+    """200 requests at once for one encoder, while probes come and go, most of them before they have an answer."""
+    async with run(encoders=1, service_ms=1) as it:
+        asked = [it.submit() for _ in range(200)]
+        for number in range(20):
+            probe = asyncio.create_task(_probe(it.deployment))
+            await asyncio.sleep(0.002 * number)
+            probe.cancel()
+            await asyncio.wait([probe])
+        assert len(await results(asked)) == 200
+        assert {member.state for member in await _probe(it.deployment)} == {"ready"}
+        await results([it.submit() for _ in range(50)])
+        await it.gives_all_back()
+
+
+async def _probe(deployment: Deployment) -> list[wire.Member]:
+    """What `tensorferry status` asks."""
+    async with Client.connect(deployment, timeout_s=PATIENCE_S, wait=False) as client:
+        return client.members()
 
 
 async def test_b40_a_request_that_kills_whoever_encodes_it_is_not_passed_on_for_ever(run: Callable[..., Any]) -> None:
