@@ -25,18 +25,20 @@ class Post:
     def __init__(self, pool: Pool | None, reader: Reader, peers: Peers) -> None:
         self._pool, self._reader, self._peers = pool, reader, peers
 
-    def hear(self, message: wire.Message) -> bool:
-        """Take a message about a pool; False: it is not one."""
+    def hear(self, message: wire.Message) -> bool | None:
+        """Take a message about a pool; None: it is not one. False: of no pool, or no consumer, that is known here."""
         match message:
             case wire.Chunks() | wire.Retired() | wire.Confirmed():
                 self._reader.hear(message)
+                return self._reader.knows(message)
             case wire.Released():
-                answer = self._pool.hear(message) if self._pool is not None else None
+                if self._pool is None or not self._pool.knows(message):
+                    return False
+                answer = self._pool.hear(message)
                 if answer is not None:
                     self._send(answer)
-            case _:
-                return False
-        return True
+                return True
+        return None
 
     async def carry(self, is_busy: Callable[[], bool]) -> None:
         """Send what is to be said, for ever."""

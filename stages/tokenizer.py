@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,6 +45,7 @@ from tensorferry.stages.tombstones import Tombstones
 log = structlog.get_logger()
 
 RETRY_MS = 200  #: hint to clients that were told `busy`
+MOST_CLIENTS = 4096  #: that are told of changes; one that is forgotten greets again, and some leave without a word
 RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
 MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
 MOST_REPORTED = 8  #: failures of a request that were said to be worth a retry, before one is believed to be its own
@@ -104,7 +106,7 @@ class Tokenizer:
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
         self._over = Tombstones()
-        self._clients: set[bytes] = set()
+        self._clients: OrderedDict[bytes, None] = OrderedDict()  # that have greeted, the last one last
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = self._draining = False
@@ -128,11 +130,16 @@ class Tokenizer:
                 owned = self._requests.get(request)
                 if owned is not None and owned.client == client and owned.submit.attempt == attempt:
                     owned.cancel()
+                else:
+                    self._stage.counters.count("cancels_late")
             case wire.Hello():
-                self._clients.add(client)
+                self._clients[client] = None
+                self._clients.move_to_end(client)
+                if len(self._clients) > MOST_CLIENTS:
+                    self._clients.popitem(last=False)
                 self._answer(client, self._members())
             case wire.Drained():
-                self._clients.discard(client)
+                self._clients.pop(client, None)
             case other:
                 self._stage.refused(BadMessage(f"a client sent {type(other).__name__}"))
 
@@ -170,6 +177,7 @@ class Tokenizer:
             self._stage.counters.count("submits_repeated")
             return
         if self._over.covers(submit.request, submit.attempt):
+            self._stage.counters.count("submits_repeated")
             used = BadRequest("this request id was answered already: use a new id, or a higher attempt")
             self._answer(client, wire.Failed(submit.request, submit.attempt, self._failure(used, 0.0)))
             return
@@ -196,7 +204,7 @@ class Tokenizer:
         try:
             self._door.send_nowait(client, message)
         except (PeerGone, PeerBusy) as problem:
-            self._clients.discard(client)
+            self._clients.pop(client, None)
             self._stage.counters.count("answers_undeliverable")
             log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))
 
