@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help replay check test test-gpu bench bench-gpu chaos protocol clean
+.PHONY: help replay check test test-gpu bench bench-gpu chaos fuzz protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -37,6 +37,9 @@ bench-gpu: $(STAMP)  ## hand-overs in GPU memory, measured here; PEER=DIR: besid
 
 chaos: $(STAMP)  ## random stages killed and stopped under load, for six minutes; SEED=N repeats a run
 	$(BIN)/python -m benchmarks.chaos $(if $(SEED),--seed $(SEED))
+
+fuzz: $(STAMP)  ## a million malformed messages at every socket beside good traffic, for seven minutes; SEED=N repeats them
+	$(BIN)/python -m benchmarks.fuzz $(if $(SEED),--seed $(SEED))
 
 protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds
 	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py
