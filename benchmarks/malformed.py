@@ -69,23 +69,24 @@ class Sample:
         return encode_tree(self.tree), *self.inline
 
 
+def swapped(tree: Tree, swaps: Mapping[object, Tree], ranks: Mapping[str, int]) -> Tree:
+    """A message of the vectors as one of a deployment. swaps: what to put in the place of the vectors' own epochs,
+    addresses and the like; ranks: of each stage's origin."""
+    if isinstance(tree, list):
+        if len(tree) == 3 and isinstance(tree[0], str) and tree[0] in ranks:  # an origin
+            return [tree[0], ranks[tree[0]], swapped(tree[2], swaps, ranks)]
+        return [swapped(inner, swaps, ranks) for inner in tree]
+    return swaps.get(tree, tree) if isinstance(tree, int | str | bytes) and not isinstance(tree, bool) else tree
+
+
 def samples(swaps: Mapping[object, Tree] | None = None, ranks: Mapping[str, int] | None = None) -> list[Sample]:
-    """All golden vectors, with as many inline frames as they point at.
-
-    swaps: what to put in the place of the vectors' own epochs, addresses and the like; ranks: of each stage's origin.
-    """
-    swaps, ranks = swaps or {}, ranks or {}
-
-    def moved(tree: Tree) -> Tree:
-        if isinstance(tree, list):
-            if len(tree) == 3 and isinstance(tree[0], str) and tree[0] in ranks:  # an origin
-                return [tree[0], ranks[tree[0]], moved(tree[2])]
-            return [moved(inner) for inner in tree]
-        return tree if isinstance(tree, bool) else swaps.get(tree, tree)
-
+    """All golden vectors, with as many inline frames as they point at; swapped as above."""
     vectors = json.loads(VECTORS.read_text(encoding="utf-8"))["messages"]
     trees = {vector["name"]: msgspec.msgpack.decode(bytes.fromhex(vector["hex"])) for vector in vectors}
-    return [Sample(name, moved(tree), (b"\xff\xd8\xff inline",) * 2) for name, tree in trees.items()]
+    return [
+        Sample(name, swapped(tree, swaps or {}, ranks or {}), (b"\xff\xd8\xff inline",) * 2)
+        for name, tree in trees.items()
+    ]
 
 
 # --- what is done to a message ----------------------------------------------------------------------------------
@@ -248,6 +249,19 @@ def lying(rng: Random, sample: Sample, others: Sequence[Sample]) -> Frames:
     return encode_tree(tree), *sample.inline
 
 
+def emptied(rng: Random, sample: Sample, others: Sequence[Sample]) -> Frames:
+    """A list of nothing, or of twice as much."""
+    path = _list_in(rng, sample.tree)
+    return encode_tree(put(sample.tree, path, at(sample.tree, path) * rng.choice((0, 0, 2)))), *sample.inline
+
+
+def renamed(rng: Random, sample: Sample, others: Sequence[Sample]) -> Frames:
+    """A request that nobody has heard of."""
+    ids = [path for path in places(sample.tree) if isinstance(at(sample.tree, path), bytes) and path == (1,)]
+    tree = put(sample.tree, ids[0], rng.randbytes(16)) if ids else sample.tree
+    return lying(rng, Sample(sample.name, tree, sample.inline), others)
+
+
 def misframed(rng: Random, sample: Sample, others: Sequence[Sample]) -> Frames:
     """The right header with frames too few, too many, empty, or in another order."""
     header, inline = encode_tree(sample.tree), list(sample.inline)
@@ -273,7 +287,7 @@ MUTATIONS: dict[Layer, Sequence[Mutation]] = {
     Layer.SIZE: (crowded,),
     Layer.HEADER: (bits, cut, spliced, noise, raw, nested, misframed),
     Layer.SCHEMA: (bits, raw, valued, reshaped, crossed, retagged, lying),
-    Layer.STAGE: (lying, lying, lying, crossed, misframed, reshaped),
+    Layer.STAGE: (lying, renamed, renamed, emptied, crossed, misframed, reshaped),
 }
 #: What a batch is made of, unless somebody says otherwise.
 SHARES = {Layer.SIZE: 0.0005, Layer.HEADER: 0.4995, Layer.SCHEMA: 0.35, Layer.STAGE: 0.15}

@@ -30,6 +30,7 @@ TAKES: dict[str, tuple[type, ...]] = {
     "scheduler-0 inbox": (wire.Admit, wire.Embeddings, wire.Cancel, *_HANDSHAKE, *_MAIL),
     "tokenizer-0 front door": (wire.Submit, wire.Cancel, wire.Hello, wire.Drained),
 }
+TO_TAKER = 0.7  #: of the messages that decode, as many go to somebody who takes such
 #: How many of a thousand packets go to sockets that are no ZeroMQ sockets, or are not spoken to as such.
 ODD_PER_1000 = {"line": 2, "stream": 2, "tcp": 2}
 
@@ -76,7 +77,7 @@ class Workload:
         self.packets: list[Packet] = []
         self.made: list[Malformed | None] = []  #: of each packet; None: it is no message
         for one in batch(rng, starts, count, limits, is_true):
-            self.packets.append(Packet(rng.choice(list(TAKES)), one.frames))
+            self.packets.append(Packet(receiver(rng, one), one.frames))
             self.made.append(one)
             for kind, per_1000 in ODD_PER_1000.items():
                 if rng.random() * 1000 < per_1000:
@@ -114,6 +115,15 @@ class Tally:
     def refusals(self) -> int:
         """How many `messages_refused` must be counted for these."""
         return self.layers.total() - self.layers[Layer.STAGE] + self.misplaced
+
+
+def receiver(rng: Random, made: Malformed) -> str:
+    """The socket to try a message on: mostly one whose owner takes such, if there is one."""
+    takers = list(TAKES)
+    if made.layer is Layer.STAGE and rng.random() < TO_TAKER:
+        message = decode(made.frames, Limits())[0]
+        takers = [name for name, kinds in TAKES.items() if isinstance(message, kinds)] or takers
+    return rng.choice(takers)
 
 
 def odd(rng: Random, kind: str, frames: Frames, pool: int) -> Frames:
