@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help replay check audit test test-gpu bench bench-gpu chaos chaos-gpu soak protocol clean
+.PHONY: help replay check audit test test-gpu bench bench-gpu chaos chaos-gpu soak fuzz protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -55,6 +55,9 @@ chaos-gpu: $(STAMP)  ## a minute of the same over pools in GPU memory; TRANSPORT
 
 soak: $(STAMP)  ## a deployment at 70 % load, of which nothing may grow: 30 minutes, or MINUTES=N
 	$(BIN)/python -m benchmarks.soak $(if $(MINUTES),--minutes $(MINUTES))
+
+fuzz: $(STAMP)  ## a million malformed messages at every socket beside good traffic, for seven minutes; SEED=N repeats them
+	$(BIN)/python -m benchmarks.fuzz $(if $(SEED),--seed $(SEED))
 
 protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds
 	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py

@@ -87,6 +87,10 @@ class Reader:
             for mapping in mappings:
                 all_of_them.callback(mapping.upkeep)
 
+    def knows(self, message: Chunks | Retired | Confirmed) -> bool:
+        """Whether it is of a pool that this process reads and acknowledges by message, and for this life of it."""
+        return message.pool in self._mail and message.to == self.consumer
+
     def hear(self, message: Chunks | Retired | Confirmed) -> None:
         """What the producer of a pool says by message, however often and in whatever order."""
         mail = self._mail.get(message.pool)

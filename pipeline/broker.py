@@ -71,18 +71,21 @@ class Broker:
         on_died: Callable[[Origin, int], None] = lambda origin, column: None,
         *,
         on_quarantined: Callable[[Origin, int], None] = lambda origin, column: None,
+        on_refused: Callable[[], None] = lambda: None,
         deadline_s: float = DEADLINE_S,
         conversations: int = CONVERSATIONS,
     ) -> None:
         """on_admitted: a consumer reads this pool, and acknowledges in this column; called before it can know.
 
         on_died: its process is proven dead and its leases are written off. on_quarantined: it has acknowledged what
-        nobody was lent, and can be dispatched nothing more. All are called on the loop.
+        nobody was lent, and can be dispatched nothing more. on_refused: a conversation did not end in an admission. All
+        are called on the loop.
         """
         self.path = path
         self.refused = 0  #: conversations that did not end in an admission
         self._pool = pool
         self._on_admitted, self._on_died, self._on_quarantined = on_admitted, on_died, on_quarantined
+        self._on_refused = on_refused
         self._origins: dict[int, Origin] = {}  # of the living, by column
         self._deadline_s = deadline_s
         self._free = asyncio.Semaphore(conversations)
@@ -190,6 +193,7 @@ class Broker:
 
     def _refuse(self, line: Line, reason: str) -> None:
         self.refused += 1
+        self._on_refused()
         log.warning("consumer_refused", reason=reason)
         with suppress(FerryError):  # it has hung up, so it need not know
             line.say(Refused(reason[:REASON_LENGTH]))

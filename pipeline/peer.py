@@ -23,6 +23,7 @@ class Peer:
     quarantine_s: float  #: silent for this long it gets no new work
     epoch: int = 0  #: 0: not heard yet
     column: int | None = None  #: its column in our pool, None: it cannot read it
+    pool: int | None = None  #: that it has announced
     ready: bool = False
     leaving: bool = False
     dead: bool = False  #: its process is proven to be
@@ -77,7 +78,7 @@ class Peer:
             return True
         if not self.over:
             return False
-        self.epoch, self.column, self.refusal = epoch, None, ""
+        self.epoch, self.column, self.pool, self.refusal = epoch, None, None, ""
         self.ready = self.leaving = self.dead = self.wants = self.distrusted = False
         self.silent_s, self.lost, self.broken = 0.0, 0, False
         self.reports.clear()

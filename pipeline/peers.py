@@ -49,17 +49,21 @@ class Peers:
         capabilities: tuple[str, ...] = (),
         needs: str = "",
         on_mended: Callable[[Peer], None] = lambda peer: None,
+        broker: Callable[[str, int], str] | None = None,
+        on_stranger: Callable[[], None] = lambda: None,
     ) -> None:
         """upstream: the inboxes of those who may send us work. connect: an outbox to (address, name). attach: starts
         to map an announced pool, then calls `attached`. needs: a capability without which no tokenizer is accepted: the
         front end may be somebody else's program. on_mended: a peer is heard after its connection broke, in the same
-        life."""
+        life. broker: where the pool of (stage, rank) is handed out; None: wherever it says. on_stranger: called for
+        each message that is dropped because of whom, or of what, it speaks."""
         self.origin = origin
         self._inbox = inbox
         self._upstream = upstream
         self._connect, self._attach = connect, attach
         self._quarantine_s = quarantine_s
         self._capabilities, self._needs, self._on_mended = capabilities, needs, on_mended
+        self._broker, self._on_stranger = broker, on_stranger
         self._peers: dict[Key, Peer] = {}
         self._announcement: wire.Pool | None = None
         self._open = False  # we take work ourselves
@@ -93,6 +97,10 @@ class Peers:
         if peer.state == "quarantined":
             raise PeerGone(str(peer), peer.quarantine)
         return peer
+
+    def knows(self, origin: wire.Origin) -> bool:
+        """Whether it is of a life that has been met here, and that no other has followed."""
+        return self._known(origin) is not None
 
     def living(self, epoch: int) -> Peer | None:
         """Whose life this is, if it is not over."""
@@ -252,55 +260,58 @@ class Peers:
     # --- what we hear
 
     def hear(self, message: wire.Message) -> bool:
-        """Take a message of the handshake; False: it is not one."""
+        """Take a message of the handshake; False: it is not one.
+
+        Whatever it says, it is not believed of a life that is not known here, nor against what that life has said.
+        """
         match message:
             case wire.Hello():
-                self._greeted(message)
-            case wire.Welcome(origin=origin, to=to):
-                peer = self._peers.get((origin.stage, origin.rank))
-                if peer is None or to != self.origin.epoch:
-                    return True
-                if message.refusal:
-                    raise HandshakeRefused(str(peer), message.refusal)
-                if not peer.meet(origin.epoch):
-                    log.warning("welcome_refused", peer=str(peer), epoch=origin.epoch)
-                    return True
-                self._heard(peer)
-                if self._announcement is not None:
-                    self.send(peer, self._announcement)
-                self._mended(peer)
+                known = self._greeted(message)
+            case wire.Welcome():
+                known = self._welcomed(message)
             case wire.Pool(origin=origin):
-                peer = self._peers.get((origin.stage, origin.rank))
-                if peer is not None and peer.epoch == origin.epoch:
-                    self._attach(message)
+                known = self._announced(message)
             case wire.Ready(origin=origin, to=to):
-                peer = self._peers.get((origin.stage, origin.rank))
-                if peer is not None and peer.epoch == origin.epoch and to == self.origin.epoch:
+                peer = self._known(origin) if to == self.origin.epoch else None
+                if peer is not None and message.refusal and peer.ready and peer.column is not None:
+                    peer = None  # it reads our pool, and has said so
+                if peer is not None:
                     peer.ready = True
                     if message.refusal:
                         peer.column = None
                         log.warning("pool_refused_by_peer", peer=str(peer), reason=message.refusal)
                     self._heard(peer)
+                known = peer is not None
             case wire.Heartbeat(origin=origin):
-                peer = self._peers.get((origin.stage, origin.rank))
-                if peer is not None and peer.epoch == origin.epoch:
+                peer = self._known(origin)
+                if peer is not None:
                     peer.gauges = message.gauges
                     peer.silent_s, peer.lost = 0.0, max(0, peer.lost - 1)
                     self._mended(peer)
+                known = peer is not None
             case wire.Drain(origin=origin) | wire.Drained(origin=origin):
-                peer = self._peers.get((origin.stage, origin.rank))
-                if peer is not None and peer.epoch == origin.epoch:
+                peer = self._known(origin)
+                if peer is not None:
                     peer.leaving = True
                     self._heard(peer)
+                known = peer is not None
             case _:
                 return False
+        if not known:
+            self._on_stranger()
         return True
 
-    def _greeted(self, hello: wire.Hello) -> None:
+    def _known(self, origin: wire.Origin) -> Peer | None:
+        """The peer whose life this is, None: nobody's."""
+        peer = self._peers.get((origin.stage, origin.rank))
+        return peer if peer is not None and peer.epoch == origin.epoch else None
+
+    def _greeted(self, hello: wire.Hello) -> bool:
+        """Take a Hello; False: it is nobody's."""
         origin = hello.origin
         if self._upstream.get((origin.stage, origin.rank)) != hello.inbox:
             log.warning("hello_refused", stage=origin.stage, rank=origin.rank, inbox=hello.inbox)
-            return
+            return False
         peer = self._peers.get((origin.stage, origin.rank))
         if peer is None:
             outbox = self._connect(hello.inbox, f"{origin.stage}-{origin.rank}")
@@ -315,19 +326,54 @@ class Peers:
                 f"{peer} cannot hand tensors over by {self._needs} (its capabilities: {said}); use a front end that "
                 "can, or another transport"
             )
-            log.warning("hello_refused", peer=str(peer), reason=refusal)
-        elif not peer.meet(origin.epoch):
+        if not peer.over and (refusal or peer.epoch != origin.epoch):
             log.warning("hello_refused", peer=str(peer), epoch=origin.epoch, reason="the life that is known goes on")
-            return  # a real one asks again
+            return False  # a real one asks again
+        if refusal:
+            log.warning("hello_refused", peer=str(peer), reason=refusal)
+        else:
+            peer.meet(origin.epoch)
         self.send(peer, wire.Welcome(wire.PROTOCOL_VERSION, self.origin, origin.epoch, self._capabilities, refusal))
         if refusal:
-            return
+            return True
         if not peer.ready:
             peer.ready = True
             self._heard(peer)
         if "pool" not in hello.capabilities:
             self._say_ready(peer)
         self._mended(peer)
+        return True
+
+    def _welcomed(self, welcome: wire.Welcome) -> bool:
+        """Take a Welcome; False: it is nobody's. Raises HandshakeRefused, at a first meeting."""
+        origin = welcome.origin
+        peer = self._peers.get((origin.stage, origin.rank))
+        if peer is None or not peer.downstream or welcome.to != self.origin.epoch:
+            return False
+        if welcome.refusal and not peer.epoch:
+            raise HandshakeRefused(str(peer), welcome.refusal)
+        if welcome.refusal or not peer.meet(origin.epoch):  # having been accepted, a process is not ended by a message
+            reason = welcome.refusal or "the life that is known goes on"
+            log.warning("welcome_refused", peer=str(peer), epoch=origin.epoch, reason=reason)
+            return False
+        self._heard(peer)
+        if self._announcement is not None:
+            self.send(peer, self._announcement)
+        self._mended(peer)
+        return True
+
+    def _announced(self, message: wire.Pool) -> bool:
+        """Take the announcement of a pool, of which each life has one; False: it is nobody's."""
+        origin, pool = message.origin, message.description.pool
+        peer = self._known(origin)
+        if peer is None or peer.downstream or peer.pool not in (None, pool):
+            return False
+        if self._broker is not None and message.broker != self._broker(origin.stage, origin.rank):
+            log.warning("pool_refused", peer=str(peer), reason=f"{message.broker} is not where it hands pools out")
+            return False
+        peer.pool = pool
+        self._attach(message)
+        return True
 
     def _say_ready(self, peer: Peer) -> None:
         peer.wants = not self._open

@@ -27,21 +27,25 @@ class Post:
     def __init__(self, pool: Pool | None, reader: Reader, peers: Peers) -> None:
         self._pool, self._reader, self._peers = pool, reader, peers
 
-    def hear(self, message: wire.Message) -> bool:
-        """Take a message about a pool; False: it is not one."""
+    def hear(self, message: wire.Message) -> bool | None:
+        """Take a message about a pool; None: it is not one. False: of no pool, or no consumer, that is known here."""
         match message:
             case wire.Chunks() | wire.Retired() | wire.Confirmed():
                 self._reader.hear(message)
+                return self._reader.knows(message)
             case wire.Released():
-                answer = self._pool.hear(message) if self._pool is not None else None
+                if self._pool is None or not self._pool.knows(message):
+                    return False
+                answer = self._pool.hear(message)
                 if answer is not None:
                     self._send(answer)
+                return True
             case wire.Withdrawn(pool=pool, to=to, leases=leases):
-                if to == self._reader.consumer:
-                    self._reader.withdraw(pool, leases)
-            case _:
-                return False
-        return True
+                if to != self._reader.consumer:
+                    return False
+                self._reader.withdraw(pool, leases)
+                return True
+        return None
 
     def withdraw(self, peer: Peer) -> None:
         """Have a peer that lives give back what it was lent: its connection broke, so it may never hear of it."""

@@ -85,6 +85,7 @@ class Stage:
     numbers: Callable[[], Mapping[str, float]] = field(default=dict)  #: its own gauges, the same
     busy_since: Callable[[], float | None] = field(default=lambda: None)  #: monotonic; None: it has nothing to do
     on_mended: Callable[[Peer], None] = field(default=lambda peer: None)  #: see `mended`; set by the stage
+    refusals: telemetry.Ration = field(default_factory=telemetry.Ration)  #: of log lines about them
 
     @property
     def epoch(self) -> int:
@@ -92,12 +93,19 @@ class Stage:
 
     def hear(self, message: wire.Message) -> bool:
         """Take a message that is of no request; False: this process takes no such."""
-        return self.peers.hear(message) or self.post.hear(message)
+        if self.peers.hear(message):
+            return True
+        known = self.post.hear(message)
+        if known is False:
+            self.counters.count("messages_of_strangers")
+        return known is not None
 
     def refused(self, problem: BadMessage) -> None:
         """Count and log a message that this process does not take; it lives on."""
         self.counters.count("messages_refused")
-        log.warning("message_refused", problem=str(problem))
+        left_out = self.refusals.take()  # asked first: to make a line costs more than all the rest of a refusal
+        if left_out is not None:
+            log.warning("message_refused", problem=str(problem), **({"left_out": left_out} if left_out else {}))
 
     def front_door(self) -> FrontDoor:
         """Where clients come to this process, with the deployment's keys if it has some; closed with the channels."""
@@ -229,6 +237,8 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
             capabilities=("pool", deployment.transport) if share is not None else (),
             needs=deployment.transport if deployment.transport in GPU_TRANSPORTS else "",
             on_mended=lambda peer: self.mended(peer),
+            broker=runtime.broker,
+            on_stranger=lambda: counters.count("messages_of_strangers"),
         )
         pool = None
         if share is not None:
@@ -280,6 +290,7 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
                 on_admitted=peers.admitted,
                 on_died=lambda origin, _: peers.died(origin),
                 on_quarantined=lambda origin, _: peers.quarantined(origin),
+                on_refused=lambda: counters.count("consumers_refused"),
             )
             await undo.enter_async_context(serving)
             self.mends.append(serving.mend)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
@@ -24,6 +25,8 @@ from tensorferry.pipeline.sink import Sink
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from tensorferry.pipeline.exposition import Exposition
+
 #: Every counter there is, and what it counts.
 COUNTERS = {
     "requests_ok": "Requests answered with a result",
@@ -33,16 +36,21 @@ COUNTERS = {
     "spans_lost": "Requests and encoder calls whose spans no receiver has taken",
     "requests_expired": "Requests a scheduler gave up because they never became complete",
     "batches_abandoned": "Batches an engine was spared because nobody waited for them any more",
-    "submits_repeated": "Submits of a request that is in flight already",
+    "submits_repeated": "Submits of a request that is in flight, or was answered, already",
     "items_sent_again": "Items sent to another encoder because theirs had died or fallen silent",
     "requests_sent_again": "Times that a request was sent again as a whole, such as after the death of its scheduler",
     "answers_undeliverable": "Answers to clients that had left or did not keep up",
-    "reports_late": "Reports about requests that were over",
+    "reports_late": "Reports about requests that were over, or from who was not asked",
+    "cancels_late": "Cancels of requests that were over, or of another client",
+    "admits_late": "Requests that were over when a scheduler heard of them",
     "jobs_late": "Jobs of requests that were over when an encoder came to them",
     "batches_encoded_anew": "Batches that an encoder took apart because of a request that failed",
     "embeddings_late": "Embeddings of requests that were over",
     "messages_refused": "Messages that did not decode, broke a limit, or came to the wrong stage",
     "connections_denied": "Connections refused before a message was read: an unknown key, another's, or none",
+    "messages_of_strangers": "Messages of lives, or about pools, that are not known here, or gainsay what is known",
+    "consumers_refused": "Conversations about a pool that did not end in an admission",
+    "scrapes_refused": "Connections to the metrics that were no request, hung up, were silent, or too many",
     "messages_crashed": "Messages that brought out a bug; each ended alone",
     "mail_of_a_former_life": "Messages meant for an earlier life of this process",
     "pool_waits": "Requests that waited for room in the pool",
@@ -66,7 +74,7 @@ class Counters:
         self._lock = Lock()
         self._counts: dict[tuple[str, Labels], int] = {(name, ()): 0 for name in COUNTERS}
         self._gauges: dict[tuple[str, Labels], float] = {}
-        self._server: tuple[Any, Thread] | None = None
+        self._exposition: Exposition | None = None
 
     def count(self, name: str, by: int = 1, **labels: object) -> None:
         """name: one of COUNTERS. by: 0 or more."""
@@ -94,25 +102,25 @@ class Counters:
 
         Raises DeploymentError when it is taken.
         """
-        from prometheus_client import CollectorRegistry, start_http_server  # 50 ms that few processes need
+        from prometheus_client import CollectorRegistry  # 50 ms that few processes need
+
+        from tensorferry.pipeline.exposition import Exposition
 
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server = start_http_server(port, addr="127.0.0.1", registry=registry)
+            self._exposition = Exposition(registry, port, lambda: self.count("scrapes_refused"))
         except OSError as problem:
             raise DeploymentError(
                 f"metrics cannot be served on 127.0.0.1:{port}: {problem.strerror}; change telemetry.prometheus_port"
             ) from None
-        return int(self._server[0].server_port)
+        return self._exposition.port
 
     def close(self) -> None:
         """Stop serving; the port is free then. Takes up to half a second where it served."""
-        if self._server is not None:
-            (server, thread), self._server = self._server, None
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        if self._exposition is not None:
+            self._exposition.close()
+            self._exposition = None
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus: every metric, under `tensorferry_`."""
@@ -182,30 +190,41 @@ class _Sinks:
         return event
 
 
+class Ration:
+    """Lets a few through each second, and says with the next how many it has left out."""
+
+    LINES = 5
+    SECONDS = 1.0
+
+    def __init__(self) -> None:
+        self._began, self._count = 0.0, 0
+
+    def take(self) -> int | None:
+        """How many were left out since the last one that was let through; None: this one is left out too."""
+        now, left_out = time.monotonic(), 0
+        if now - self._began >= self.SECONDS:
+            left_out = max(0, self._count - self.LINES)
+            self._began, self._count = now, 0
+        self._count += 1
+        return left_out if self._count <= self.LINES else None
+
+
 class _Floods:
     """Lets a few warnings of a kind through each second, and says on the next how many it left out.
 
     What a hostile or broken peer sends is counted in full, but must not fill a disk.
     """
 
-    LINES = 5
-    SECONDS = 1.0
-
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, int]] = {}  # event -> when its second began, how many since
+        self._rations: defaultdict[str, Ration] = defaultdict(Ration)  # by event
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        if event["level"] != "warning":
-            return event
-        now, kind = time.monotonic(), str(event["event"])
-        began, count = self._seen.get(kind, (now, 0))
-        if now - began >= self.SECONDS:
-            if count > self.LINES:
-                event["left_out"] = count - self.LINES
-            began, count = now, 0
-        self._seen[kind] = (began, count + 1)
-        if count >= self.LINES:
-            raise structlog.DropEvent
+        if event["level"] == "warning":
+            left_out = self._rations[str(event["event"])].take()
+            if left_out is None:
+                raise structlog.DropEvent
+            if left_out:
+                event["left_out"] = left_out
         return event
 
 

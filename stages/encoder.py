@@ -88,6 +88,8 @@ class Encoder:
         spec = stage.deployment.encoder
         self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
+        #: More than all tokenizers together may have in flight are not of this deployment.
+        self._most_jobs = 2 * stage.deployment.tokenizer.workers * stage.deployment.limits.in_flight_requests
         self._over = Tombstones()
         self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
@@ -108,7 +110,7 @@ class Encoder:
     def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
         match message:
             case wire.Encode(to=to) as job if to == self._stage.epoch:
-                self._jobs.put_nowait(Job(job, Features(self._stage.reader, job, frames)))
+                self._queue(Job(job, Features(self._stage.reader, job, frames)))
             case wire.Cancel(to=to) as cancel if to == self._stage.epoch:
                 self._over.add(cancel.request, cancel.attempt)
             case wire.Encode() | wire.Cancel():
@@ -116,6 +118,18 @@ class Encoder:
             case _:
                 if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
+
+    def _queue(self, job: Job) -> None:
+        """Let a job wait for its turn; or not, where it is nobody's, or lies: nothing of it is then kept."""
+        message = job.message
+        if not self._stage.peers.knows(message.owner):
+            self._stage.counters.count("messages_of_strangers")
+        elif self._jobs.unfinished >= self._most_jobs:
+            self._report(message, PeerBusy(f"encoder-{self._stage.origin.rank}"))
+        elif self._is_ours(job):
+            self._jobs.put_nowait(job)
+            return
+        job.close()
 
     async def encode(self) -> None:
         """Take the jobs that wait, as many as share a call, encode them, send each its embeddings; for ever.
@@ -162,7 +176,7 @@ class Encoder:
         began = time.monotonic()
         self._begun.append(began)
         try:
-            await self._encode([job for job in jobs if not self._is_late(job) and self._is_ours(job)], queued)
+            await self._encode([job for job in jobs if not self._is_late(job)], queued)
         finally:
             self._begun.remove(began)
             for job in jobs:
@@ -254,11 +268,14 @@ class Encoder:
     def _is_ours(self, job: Job) -> bool:
         """Whether the message has the items that are this rank's, by the assignment that every process computes alike;
         if not, its owner is told."""
-        message, assignment = job.message, self._stage.deployment.encoder.assignment
+        message, deployment = job.message, self._stage.deployment
+        assignment, most_rows = deployment.encoder.assignment, deployment.limits.request_tokens
         # An item without patches is nobody's: its embeddings came with the request.
         encoded = [index for index, item in enumerate(message.items) if prod(item.grid)]
         assigned = message.anew or encoded
         try:
+            if (rows := sum(item.rows for item in message.items)) > most_rows:  # an adapter makes as many as it is told
+                raise BadMessage(f"items of {rows} rows; limits.request_tokens is {most_rows}")
             if list(assigned) != sorted({*assigned} & {*encoded}):
                 raise BadMessage(f"items {message.anew} anew, of {encoded}; they are named once each, in order")
             places = owners(

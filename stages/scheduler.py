@@ -152,22 +152,33 @@ class Scheduler:
     # --- collecting
 
     def _admit(self, admit: wire.Admit) -> None:
+        if not self._stage.peers.knows(admit.owner):
+            self._stage.counters.count("messages_of_strangers")
+            return
         if self._over.covers(admit.request, admit.attempt):
+            self._stage.counters.count("admits_late")
             return
         if admit.attempt:  # whoever sent an older one has sent it anew, or has died and its client has
             self._give_up(admit.request, admit.attempt - 1)
         pending = self._of(admit.request, admit.attempt)
         pending.admit = admit
         pending.until_ns = min(admit.deadline_ns, time.monotonic_ns() + self._patience_ns)
-        if pending.problem is not None:
-            self._fail(admit.request, admit.attempt, pending, pending.problem)
+        problem = pending.problem or contradiction(admit, self._stage.epoch)
+        if problem is not None:
+            self._fail(admit.request, admit.attempt, pending, problem)
             return
         self._complete(admit.request, admit.attempt, pending)
 
     def _arrived(self, message: wire.Embeddings, frames: Sequence[Buffer]) -> None:
         """Collect embeddings: small ones now; large ones, and those that a GPU may still write, beside the loop."""
-        over = self._is_late(message)
         payloads = [output.payload for item in message.items for output in item.outputs]
+        if not self._stage.peers.knows(message.origin):
+            self._stage.counters.count("messages_of_strangers")
+            for payload in payloads:
+                with suppress(FerryError):  # nothing is owed of most
+                    self._stage.reader.acknowledge(payload)
+            return
+        over = self._is_late(message)
         large = sum(prod(payload.shape) for payload in payloads) >= COPY_BESIDE
         if large or self._stage.device is not None or not self._are_written(payloads):
             self._collecting += 1
@@ -271,7 +282,7 @@ class Scheduler:
         if admit is None or any(item not in pending.embeddings for item in range(len(admit.spans))):
             return
         try:
-            check(admit, pending.embeddings, self._stage.epoch)
+            check(admit, pending.embeddings)
             pending.ready = splice(admit, pending.embeddings)
         except FerryError as problem:
             self._fail(request, attempt, pending, problem)
@@ -395,17 +406,25 @@ class Scheduler:
             self._stage.peers.report(self._stage.peers.get(owner.stage, owner.rank, owner.epoch), message)
 
 
-def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]], epoch: int) -> None:
-    """Raise BadItem or BadMessage unless every placeholder has exactly one row of embeddings, all of one kind."""
-    if len(admit.token_ids) % 4:
-        raise BadMessage(f"token ids of {len(admit.token_ids)} bytes; int32 takes 4 each")
+def contradiction(admit: wire.Admit, epoch: int) -> BadMessage | None:
+    """What is wrong with a request, whatever embeddings come for it; None: nothing. epoch: of this rank."""
+    tokens, odd = divmod(len(admit.token_ids), 4)
+    if odd:
+        return BadMessage(f"token ids of {len(admit.token_ids)} bytes; int32 takes 4 each")
     if all(rank.epoch != epoch for rank in admit.schedulers):
-        raise BadMessage("this rank is not among the schedulers of the request")
-    end, kind = 0, None
+        return BadMessage("this rank is not among the schedulers of the request")
+    end = 0
     for index, span in enumerate(admit.spans):
         if span.offset < end:
-            raise BadMessage(f"span {index} is from token {span.offset} on, behind token {end}")
+            return BadMessage(f"span {index} is from token {span.offset} on, behind token {end}")
         end = span.offset + span.length
+    return BadMessage(f"placeholders up to token {end} of {tokens}") if end > tokens else None
+
+
+def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> None:
+    """Raise BadItem or BadMessage unless every placeholder has exactly one row of embeddings, all of one kind."""
+    kind = None
+    for index, span in enumerate(admit.spans):
         first = next(iter(embeddings[index].values()), None)
         rows = first.shape[0] if first is not None and first.shape else 0
         if first is None or rows != span.length:
@@ -413,8 +432,6 @@ def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]], epoch
         kind = kind or (first.dtype, first.shape[1:])
         if (first.dtype, first.shape[1:]) != kind:
             raise BadItem(index, f"embeddings of {first.dtype} {first.shape[1:]} beside others of {kind}")
-    if end > len(admit.token_ids) // 4:
-        raise BadMessage(f"placeholders up to token {end} of {len(admit.token_ids) // 4}")
     if extra := embeddings.keys() - set(range(len(admit.spans))):
         raise BadMessage(f"embeddings for items {sorted(extra)}, which have no placeholders")
 

@@ -47,6 +47,7 @@ from tensorferry.stages.tombstones import Tombstones
 
 log = structlog.get_logger()
 
+MOST_CLIENTS = 4096  #: that are told of changes; one that is forgotten greets again, and some leave without a word
 RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
 MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
 MOST_REPORTED = 8  #: failures of a request that were said to be worth a retry, before one is believed to be its own
@@ -137,6 +138,8 @@ class Tokenizer:
                 owned = self._requests.get(request)
                 if owned is not None and owned.submit.attempt == attempt and self._is_of(owned, client):
                     owned.cancel()
+                else:
+                    self._stage.counters.count("cancels_late")
             case wire.Hello():
                 self._greeted(client)
             case wire.Drained():
@@ -178,6 +181,7 @@ class Tokenizer:
             self._stage.counters.count("submits_repeated")
             return
         if self._over.covers(submit.request, submit.attempt):
+            self._stage.counters.count("submits_repeated")
             used = BadRequest("this request id was answered already: use a new id, or a higher attempt")
             self._answer(client, wire.Failed(submit.request, submit.attempt, self._failure(used, 0.0)))
             return
@@ -211,6 +215,8 @@ class Tokenizer:
             self._clients.pop(known, None)
             if self._answer(known, members):
                 self._clients[known] = now
+        if len(self._clients) > MOST_CLIENTS:
+            del self._clients[next(iter(self._clients))]
 
     def _is_of(self, request: Request, client: bytes) -> bool:
         """Whether a request is this client's; one that has connected again is another to us, and knows its id."""

@@ -613,7 +613,7 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
         stage = stage_of(shop.reader, tasks, [])
         stage.epoch, stage.origin, stage.publisher = 7, wire.Origin("encoder", 0, 7), Publisher(shop.pool)
         stage.deployment = Deployment(name="test", encoder=EncoderSpec(batch_patches=1))
-        stage.peers = SimpleNamespace(taker=lambda *_: scheduler)
+        stage.peers = SimpleNamespace(taker=lambda *_: scheduler, knows=lambda _: True)
         adapter = Adapter()
         with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(2) as waiter:
             encoder = Encoder(stage, adapter, thread, waiter)

@@ -105,6 +105,7 @@ class Rank:
             counters=Counters(),
             outlive=lambda problem: None,
             peers=SimpleNamespace(
+                knows=lambda origin: True,
                 taker=lambda stage, rank, epoch: scheduler,
                 get=lambda stage, rank, epoch: OWNER,
                 send=lambda peer, message: self.failures.update({message.request: message.failure}),
@@ -226,6 +227,43 @@ async def test_an_item_of_another_rank_is_not_encoded_here(rank_of: Any) -> None
     await rank.serve()
     kinds = {request: rank.answers(request) for request in (b"a", b"b", b"c", b"d")}
     assert {str(answer) for answer in kinds.values()} == {"[(0, 9)]", "BadMessage -1"}, kinds
+
+
+async def test_rows_that_no_request_can_have_are_refused_before_anything_is_made_for_them(rank_of: Any) -> None:
+    rank = rank_of()
+    payload = wire.Inline(0, CODES["uint8"], (PATCHES, 3))
+    rows = rank.stage.deployment.limits.request_tokens + 1
+    item = wire.Item("image", (1, 2, 2), rows, bytes(16), payload)
+    message = wire.Encode(
+        b"a".rjust(16), 0, ME, OWNER, (wire.Rank(0, ME),), (wire.Rank(0, SCHEDULER),), (item,), 1 << 62
+    )
+    rank.encoder._take(message, [np.zeros(PATCHES * 3, np.uint8)])
+    assert rank.answers(b"a") == "BadMessage -1"
+    await rank.serve()
+    assert rank.adapter.calls == []
+
+
+async def test_items_of_an_owner_that_nobody_has_met_are_dropped_and_what_they_lent_is_given_back(rank_of: Any) -> None:
+    rank = rank_of()
+    rank.stage.peers.knows = lambda origin: False
+    with lent(rank, 1) as (pool, payload):
+        rank.send(b"a", [(b"a", payload)])
+        pool.reclaim()
+        assert pool.statistics().lent_slots == 0
+    await rank.serve()
+    assert (rank.adapter.calls, rank.failures, rank.embeddings) == ([], {}, {})
+    assert rank.stage.counters.value("messages_of_strangers") == 1
+
+
+async def test_no_more_jobs_wait_than_a_deployment_can_have(rank_of: Any) -> None:
+    rank = rank_of()
+    most = rank.encoder._most_jobs = 3
+    for number in range(most + 2):
+        rank.ask(b"%d" % number, [number])
+    assert {request: rank.answers(request) for request in (b"3", b"4")} == {b"3": "PeerBusy -1", b"4": "PeerBusy -1"}
+    assert all(failure.retryable for failure in rank.failures.values())
+    await rank.serve()
+    assert [rank.answers(b"%d" % number) for number in range(most)] == [[(0, number)] for number in range(most)]
 
 
 @pytest.mark.parametrize("bad", [POISONED, WRONG_ROWS])

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from tensorferry.codecs import messages as wire
@@ -42,7 +43,7 @@ from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import assign
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, plan, write
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.scheduler import check
+from tensorferry.stages.scheduler import check, contradiction
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMITS = LimitsSpec()
@@ -190,7 +191,6 @@ def admitted(*lengths: int, tokens: int = 40) -> wire.Admit:
         (admitted(), [4], "embeddings for items [0], which have no placeholders"),
         (admitted(4, 4), [4, 3], "item 1: 3 rows of embeddings for 4 placeholders"),
         (admitted(4, 4), [5, 4], "item 0: 5 rows of embeddings for 4 placeholders"),
-        (admitted(4, 40), [4, 40], "placeholders up to token 45 of 40"),
     ],
 )
 def test_b40_a_count_that_does_not_agree_is_an_error_of_the_request(
@@ -198,9 +198,27 @@ def test_b40_a_count_that_does_not_agree_is_an_error_of_the_request(
 ) -> None:
     embeddings = {index: {"embeddings": View.empty("float32", (count, 8))} for index, count in enumerate(rows)}
     with pytest.raises(FerryError) as caught:
-        check(admit, embeddings, 7)
+        check(admit, embeddings)
     assert isinstance(caught.value, BadItem | BadMessage)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("admit", "epoch", "problem"),
+    [
+        (admitted(4, 4), 7, ""),
+        (admitted(4, 40), 7, "placeholders up to token 45 of 40"),
+        (admitted(4), 8, "this rank is not among the schedulers"),
+        (replace(admitted(4), token_ids=bytes(41)), 7, "token ids of 41 bytes"),
+        (replace(admitted(), spans=(wire.Span(4, 2), wire.Span(5, 2))), 7, "span 1 is from token 5 on, behind token 6"),
+        (replace(admitted(), spans=(wire.Span(4, (1 << 31) - 1),)), 7, "placeholders up to token 2147483651 of 40"),
+    ],
+)
+def test_b40_a_request_that_cannot_be_right_is_found_out_before_anything_waits_for_it(
+    admit: wire.Admit, epoch: int, problem: str
+) -> None:
+    found = contradiction(admit, epoch)
+    assert problem in str(found) if problem else found is None
 
 
 # --- B41: order -----------------------------------------------------------------------------------------------

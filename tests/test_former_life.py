@@ -56,7 +56,7 @@ def test_a7_mail_of_a_former_life_is_dropped_and_counted(kind: type[Any], messag
         peers=SimpleNamespace(hear=lambda message: False),
         refused=lambda problem: pytest.fail(str(problem)),
     )
-    receiver._jobs = SimpleNamespace(put_nowait=lambda job: taken.append("job"))
+    receiver._queue = lambda job: taken.append("job")
     receiver._admit = lambda message: taken.append("admit")
     receiver._over = SimpleNamespace(add=lambda request, attempt: taken.append("cancel"))
     receiver._give_up = lambda request, attempt: taken.append("cancel")

@@ -655,8 +655,8 @@ async def test_the_post_brings_everything_to_whom_it_is_for(create: Create, read
             for task in carrying:
                 task.cancel()
             await asyncio.gather(*carrying, return_exceptions=True)
-        assert not producer.hear(Drain(Origin("encoder", 0, 1)))
-        assert consumer.hear(Released(proxy.pool, reader.consumer, ())), "it has no pool: passed over"
+        assert producer.hear(Drain(Origin("encoder", 0, 1))) is None
+        assert consumer.hear(Released(proxy.pool, reader.consumer, ())) is False, "it has no pool: passed over"
 
 
 async def test_p3_a_stage_ends_rather_than_read_less_than_was_chosen(

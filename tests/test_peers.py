@@ -207,6 +207,115 @@ def test_a_peer_that_leaves_gets_nothing_new_but_may_be_told_what_is_under_way(p
     assert peers.taker("scheduler", 0, 10).state == "leaving"
 
 
+# --- what is not believed -----------------------------------------------------------------------------------------
+
+
+class Strangers:
+    """Counts what was dropped because of whom, or of what, it spoke."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def strangers() -> Strangers:
+    return Strangers()
+
+
+@pytest.fixture
+def encoder(clock: Clock, strangers: Strangers) -> tuple[Peers, list[wire.Pool]]:
+    """An encoder that has met a tokenizer of epoch 1, and what it was to attach to."""
+    connect: Any = Box
+    attached: list[wire.Pool] = []
+    peers = Peers(
+        wire.Origin("encoder", 0, 2),
+        "ipc:///e",
+        upstream={("tokenizer", 0): "ipc:///t"},
+        connect=connect,
+        attach=attached.append,
+        quarantine_s=QUARANTINE_S,
+        broker=lambda stage, rank: f"/run/{stage}-{rank}.pool",
+        on_stranger=strangers,
+    )
+    peers.hear(wire.Hello(wire.PROTOCOL_VERSION, ME, "ipc:///t", ("pool",)))
+    return peers, attached
+
+
+def test_b27_a_process_that_was_accepted_is_not_ended_by_a_message(peers: Peers) -> None:
+    """Whoever knows its epoch could say so; and every client is told it."""
+    for origin in (wire.Origin("encoder", 0, 10), wire.Origin("encoder", 0, 99)):
+        assert peers.hear(wire.Welcome(wire.PROTOCOL_VERSION + 1, origin, ME.epoch, (), "protocol version 1"))
+    assert usable(peers) == [0, 1]
+    stranger = Peers(ME, "ipc:///t", upstream={}, connect=Box, attach=lambda _: None, quarantine_s=1.0)  # type: ignore[arg-type]
+    stranger.greet({("encoder", 0): "ipc:///e0"})
+    with pytest.raises(module.HandshakeRefused, match="protocol version 1"):  # but at the first meeting
+        stranger.hear(wire.Welcome(2, wire.Origin("encoder", 0, 10), ME.epoch, (), "protocol version 1"))
+
+
+@pytest.mark.parametrize("epoch", [ME.epoch, 666])
+def test_b27_a_hello_of_another_version_in_the_name_of_a_living_process_is_not_answered(
+    encoder: tuple[Peers, list[wire.Pool]], strangers: Strangers, epoch: int
+) -> None:
+    """The answer would go to the real one."""
+    peers, _ = encoder
+    [peer] = peers
+    peer.outbox.sent.clear()  # type: ignore[attr-defined]
+    peers.hear(wire.Hello(wire.PROTOCOL_VERSION + 1, wire.Origin("tokenizer", 0, epoch), "ipc:///t"))
+    assert (peer.outbox.sent, peer.ready, strangers.count) == ([], True, 1)  # type: ignore[attr-defined]
+
+
+def test_a_life_has_one_pool_and_hands_it_out_in_one_place(
+    encoder: tuple[Peers, list[wire.Pool]], strangers: Strangers
+) -> None:
+    peers, attached = encoder
+
+    def announce(pool: int, broker: str) -> wire.Pool:
+        message = wire.Pool(ME, wire.PoolDescription(pool, "host", 1 << 20, 8), broker)
+        peers.hear(message)
+        return message
+
+    announce(5, "/tmp/elsewhere")
+    assert (attached, strangers.count) == ([], 1)
+    true = announce(5, "/run/tokenizer-0.pool")
+    announce(6, "/run/tokenizer-0.pool")
+    again = announce(5, "/run/tokenizer-0.pool")
+    assert (attached, strangers.count) == ([true, again], 2)
+
+
+def test_who_reads_our_pool_cannot_be_said_not_to(peers: Peers) -> None:
+    origin = wire.Origin("encoder", 0, 10)
+    peers.admitted(origin, 3)
+    peers.hear(wire.Ready(origin, ME.epoch, "cannot be mapped"))
+    assert peers.get("encoder", 0, 10).column == 3
+
+
+def test_whatever_is_of_a_life_that_is_not_known_is_counted(
+    encoder: tuple[Peers, list[wire.Pool]], strangers: Strangers
+) -> None:
+    peers, attached = encoder
+    [peer] = peers
+    before = (peer.epoch, peer.ready, peer.leaving, peer.gauges, peer.column)
+    for origin in (wire.Origin("tokenizer", 0, 666), wire.Origin("tokenizer", 7, ME.epoch), wire.Origin("x", 0, 1)):
+        for message in (
+            wire.Hello(wire.PROTOCOL_VERSION, origin, "ipc:///t"),
+            wire.Welcome(wire.PROTOCOL_VERSION, origin, 2),
+            wire.Pool(origin, wire.PoolDescription(5, "host", 1 << 20, 8), "/run/tokenizer-0.pool"),
+            wire.Ready(origin, 2),
+            wire.Heartbeat(origin, 3, (wire.Gauge("a", 1.0),)),
+            wire.Drain(origin),
+            wire.Drained(origin),
+        ):
+            strangers.count = 0
+            assert peers.hear(message)
+            assert strangers.count == 1, message
+    assert (peer.epoch, peer.ready, peer.leaving, peer.gauges, peer.column) == before
+    assert list(peers) == [peer]
+    assert attached == []
+
+
 # --- pools and capabilities ---------------------------------------------------------------------------------------
 
 

@@ -240,6 +240,11 @@ class Pool:
             mails = [consumer.line for consumer in self._consumers.values() if isinstance(consumer.line, ChunkMail)]
             return [letter for mail in mails for letter in mail.due(now)]
 
+    def knows(self, message: Released) -> bool:
+        """Whether it is of a consumer that this pool has, and that acknowledges by message."""
+        with self._lock():
+            return self._corresponding(message) is not None
+
     def hear(self, message: Released) -> Letter | None:
         """Book what a consumer says by message; the answer to it, for the caller to send.
 
