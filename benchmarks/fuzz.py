@@ -60,7 +60,7 @@ name: fuzz
 transport: shm
 runtime_dir: {folder}/run
 model: {{adapter: fingerprint}}
-tokenizer: {{workers: 1, threads: 2}}
+tokenizer: {{workers: 1, threads: 2, options: {{max_pixels: 50176}}}}
 encoder: {{ranks: 1}}
 scheduler: {{groups: 1, options: {{digests: true}}}}
 pool: {{budget_mb: 64, inline_below_kb: 0}}
@@ -363,8 +363,8 @@ def report(
 
 @click.command()
 @click.option("--seed", type=int, help="Of a run to be repeated; random by default.")
-@click.option("--rounds", default=4, show_default=True, help="Of a quiet stretch and a flooded one.")
-@click.option("--seconds", default=48.0, show_default=True, help="Of each stretch.")
+@click.option("--rounds", default=12, show_default=True, help="Of a quiet stretch and a flooded one.")
+@click.option("--seconds", default=16.0, show_default=True, help="Of each stretch.")
 @click.option("--per-s", default=5_500.0, show_default=True, help="Malformed messages.")
 @click.option("--good-per-s", default=10.0, show_default=True, help="Good requests, of one image or two.")
 @click.option("--made", default=60_000, show_default=True, help="Different messages, sent round and round.")
