@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from statistics import median
 from tempfile import TemporaryDirectory
 from urllib.request import urlopen
 
@@ -283,6 +284,11 @@ async def fuzz(
     return report(seed, windows, bursts, tallies, after.counted_since(start), wrong)
 
 
+def median_p99(windows: Sequence[Window], flooded: bool) -> float:
+    """Of the p99 of each stretch: what a few bad moments of the machine do not change. Milliseconds."""
+    return median(quantile(one.latencies_ms, 0.99) for one in windows if one.flooded is flooded)
+
+
 def crashes(log: str) -> list[str]:
     """What a deployment's log has that no message may bring about."""
     found = [
@@ -356,6 +362,7 @@ def report(
         "p99_quiet_ms": round(p99[False], 1),
         "p99_flood_ms": round(p99[True], 1),
         "p99_ratio": round(ratio, 2),
+        "p99_ratio_of_medians": round(median_p99(windows, True) / median_p99(windows, False), 2),
         "wrong": wrong,
         "below": [said for met, said in floors if not met],
     }
