@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-TICK_S = 0.004
+TICK_S = 0.01
 ZMQ_KINDS = {"push": zmq.PUSH, "dealer": zmq.DEALER}
 TAKEN_S = 10.0  #: for a peer to take what was sent
 

@@ -22,6 +22,9 @@ MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by 
 MOST_SLOTS = 1 << 20  #: of a pool
 LAST_NONCE = (1 << 63) - 1
 MOST_TOLD = 4096  #: leases or chunks in one message about a pool
+MOST_ITEMS = 4096  #: of a request
+MOST_OUTPUTS = 64  #: of an item
+MOST_RANKS = 1024  #: of one assignment, or one attention group
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -42,6 +45,12 @@ Address = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=8)]
 Dtype = Annotated[int, Meta(ge=0, lt=256)]  #: a code of `tensors.DTYPES`, its place in that table
+# What is many in a message is bounded: a header of 32 MiB, full of the smallest of something, would take ten times its
+# size and hold up its receiver for seconds.
+Capabilities = Annotated[tuple[Name, ...], Meta(max_length=64)]
+Gauges = Annotated[tuple["Gauge", ...], Meta(max_length=256)]
+Marks = Annotated[tuple["Mark", ...], Meta(max_length=2048)]
+Ranks = Annotated[tuple["Rank", ...], Meta(max_length=MOST_RANKS)]
 Grid = tuple[Index, Index, Index]  #: patches along time, height, width
 #: W3C's traceparent as bytes: trace id 16, span id 8, flags 1 (see `pipeline/traceparent.py`).
 TraceContext = Annotated[bytes, Meta(min_length=25, max_length=25)]
@@ -112,7 +121,7 @@ class Hello(Wire, frozen=True, tag=10):
     version: Index
     origin: Origin
     inbox: Address
-    capabilities: tuple[Name, ...] = ()
+    capabilities: Capabilities = ()
 
 
 class Welcome(Wire, frozen=True, tag=11):
@@ -121,7 +130,7 @@ class Welcome(Wire, frozen=True, tag=11):
     version: Index
     origin: Origin
     to: Nonce  #: epoch of the Hello answered
-    capabilities: tuple[Name, ...] = ()
+    capabilities: Capabilities = ()
     refusal: Text = ""
 
 
@@ -151,7 +160,7 @@ class Gauge(Wire, frozen=True):
 class Heartbeat(Wire, frozen=True, tag=14):
     origin: Origin
     in_flight: Count  #: requests this process has accepted and not finished
-    gauges: Annotated[tuple[Gauge, ...], Meta(max_length=256)] = ()
+    gauges: Gauges = ()
 
 
 class Member(Wire, frozen=True):
@@ -159,7 +168,7 @@ class Member(Wire, frozen=True):
     rank: Index
     epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: 0: never seen
     state: Name  #: waiting, ready, quarantined, leaving, gone
-    gauges: tuple[Gauge, ...] = ()  #: of its last heartbeat
+    gauges: Gauges = ()  #: of its last heartbeat
 
 
 class Members(Wire, frozen=True, tag=15):
@@ -167,7 +176,7 @@ class Members(Wire, frozen=True, tag=15):
 
     origin: Origin
     ready: bool
-    members: tuple[Member, ...]
+    members: Annotated[tuple[Member, ...], Meta(max_length=1 << 17)]
 
 
 class Chunk(Wire, frozen=True):
@@ -310,8 +319,8 @@ class Result(Wire, frozen=True, tag=31):
     attempt: Submission
     prompt_tokens: Count
     output_tokens: Count
-    items: tuple[ItemReport, ...]
-    marks: tuple[Mark, ...]
+    items: Annotated[tuple[ItemReport, ...], Meta(max_length=MOST_ITEMS)]
+    marks: Marks
     token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: the answer, as in TokensPart; often empty
 
 
@@ -375,9 +384,9 @@ class Admit(Wire, frozen=True, tag=40):
     attempt: Attempt
     to: Nonce
     owner: Origin
-    schedulers: tuple[Rank, ...]  #: the attention group, in order
+    schedulers: Ranks  #: the attention group, in order
     token_ids: Annotated[bytes, Meta(max_length=1 << 24)]
-    spans: tuple[Span, ...]  #: one per item, in order
+    spans: Annotated[tuple[Span, ...], Meta(max_length=MOST_ITEMS)]  #: one per item, in order
     output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
     deadline_ns: Nanoseconds  #: of the owner's clock
     context: TraceContext | None = None  #: the request's own, or its client's
@@ -398,18 +407,19 @@ class Encode(Wire, frozen=True, tag=41):
     attempt: Attempt
     to: Nonce
     owner: Origin
-    encoders: tuple[Rank, ...]  #: every rank of the assignment, in order
-    schedulers: tuple[Rank, ...]  #: who gets the embeddings
-    items: tuple[Item, ...]  #: all of the request, in order
+    encoders: Ranks  #: every rank of the assignment, in order
+    schedulers: Ranks  #: who gets the embeddings
+    items: Annotated[tuple[Item, ...], Meta(max_length=MOST_ITEMS)]  #: all of the request, in order
     deadline_ns: Nanoseconds
-    anew: tuple[Index, ...] = ()  #: these alone are assigned: their first owners are gone. None: all are
+    #: These alone are assigned: their first owners are gone. None: all are.
+    anew: Annotated[tuple[Index, ...], Meta(max_length=MOST_ITEMS)] = ()
     context: TraceContext | None = None  #: as in Admit
 
 
 class Embedding(Wire, frozen=True):
     index: Index
     rows: Count
-    outputs: tuple[Output, ...]
+    outputs: Annotated[tuple[Output, ...], Meta(max_length=MOST_OUTPUTS)]
 
 
 class Embeddings(Wire, frozen=True, tag=42):
@@ -417,8 +427,8 @@ class Embeddings(Wire, frozen=True, tag=42):
     attempt: Attempt
     to: Nonce
     origin: Origin
-    items: tuple[Embedding, ...]
-    marks: tuple[Mark, ...]
+    items: Annotated[tuple[Embedding, ...], Meta(max_length=MOST_ITEMS)]
+    marks: Marks
 
 
 class Done(Wire, frozen=True, tag=43):
@@ -429,8 +439,9 @@ class Done(Wire, frozen=True, tag=43):
     to: Nonce
     origin: Origin
     output_tokens: Count
-    digests: tuple[Annotated[bytes, Meta(max_length=64)], ...]  #: one per item, in order
-    marks: tuple[Mark, ...]
+    #: One per item, in order.
+    digests: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=MOST_ITEMS)]
+    marks: Marks
     token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: as in Result
 
 

@@ -175,6 +175,8 @@ class Call:
         made = self._owners[index][0].made if 0 <= index < len(self._owners) else None
         if made is None or name in made.outputs:
             raise BadItem(index, f"the adapter asked twice for output {name!r}, or for an item it does not have")
+        if len(made.outputs) == wire.MOST_OUTPUTS:
+            raise BadItem(index, f"the adapter asked for output {name!r}; an item has {wire.MOST_OUTPUTS} at most")
         return self._draft(made, name, dtype, shape)
 
     def _source(self, index: int) -> tuple[Features, int]:

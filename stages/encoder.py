@@ -122,14 +122,15 @@ class Encoder:
     def _queue(self, job: Job) -> None:
         """Let a job wait for its turn; or not, where it is nobody's, or lies: nothing of it is then kept."""
         message = job.message
-        if not self._stage.peers.knows(message.owner):
-            self._stage.counters.count("messages_of_strangers")
-        elif self._jobs.unfinished >= self._most_jobs:
-            self._report(message, PeerBusy(f"encoder-{self._stage.origin.rank}"))
-        elif self._is_ours(job):
-            self._jobs.put_nowait(job)
-            return
-        job.close()
+        with ExitStack() as undo:
+            undo.callback(job.close)
+            if not self._stage.peers.knows(message.owner):
+                self._stage.counters.count("messages_of_strangers")
+            elif self._jobs.unfinished >= self._most_jobs:
+                self._report(message, PeerBusy(f"encoder-{self._stage.origin.rank}"))
+            elif self._is_ours(job):
+                self._jobs.put_nowait(job)
+                undo.pop_all()
 
     async def encode(self) -> None:
         """Take the jobs that wait, as many as share a call, encode them, send each its embeddings; for ever.

@@ -37,6 +37,7 @@ from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.config import Deployment, EncoderSpec
+from tensorferry.pipeline.peer import Peer
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler
@@ -473,6 +474,7 @@ def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> An
         tasks=tasks,
         alone=nullcontext,
         outlive=lambda problem: None,
+        peers=SimpleNamespace(knows=lambda origin: True),
         counters=SimpleNamespace(count=counted.append),
         deployment=SimpleNamespace(timeouts=SimpleNamespace(ready_s=READY_S)),
     )
@@ -483,7 +485,8 @@ class Collector(Scheduler):
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
         self._stage, self._copier = stage, copier
-        self._over, self._collecting, self._idle = Tombstones(), 0, asyncio.Event()
+        self._over, self._collected = Tombstones(), Tombstones()
+        self._collecting, self._idle = 0, asyncio.Event()
         self._ready, self._running = deque(), []
         self.filed: list[tuple[Any, Any]] = []
         self.is_filed = asyncio.Event()
@@ -521,7 +524,7 @@ async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_sh
 
 
 async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Collector) -> None:
-    collector._stage.peers, collector._stage.origin = SimpleNamespace(tell=lambda message: None), None
+    collector._stage.peers.tell, collector._stage.origin = (lambda message: None), None
     collector._stage.in_flight = lambda: 1
     collector.arrive(host_shop.publish())
     draining = asyncio.create_task(collector.drain())
@@ -606,9 +609,8 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
             return finish
 
     sent: list[wire.Embeddings] = []
-    scheduler = SimpleNamespace(
-        column=shop.column, epoch=8, outbox=SimpleNamespace(send_nowait=lambda message, frames: sent.append(message))
-    )
+    outbox: Any = SimpleNamespace(send_nowait=lambda message, frames: sent.append(message))
+    scheduler = Peer("scheduler", 0, outbox, downstream=True, quarantine_s=60.0, epoch=8, column=shop.column)
     async with asyncio.TaskGroup() as tasks:
         stage = stage_of(shop.reader, tasks, [])
         stage.epoch, stage.origin, stage.publisher = 7, wire.Origin("encoder", 0, 7), Publisher(shop.pool)

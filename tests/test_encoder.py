@@ -243,6 +243,23 @@ async def test_rows_that_no_request_can_have_are_refused_before_anything_is_made
     assert rank.adapter.calls == []
 
 
+@pytest.mark.parametrize("outputs", [wire.MOST_OUTPUTS, wire.MOST_OUTPUTS + 1])
+async def test_an_adapter_that_makes_more_outputs_than_a_message_takes_fails_that_item(
+    rank_of: Any, outputs: int
+) -> None:
+    class Prolific(Echo):
+        def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
+            for number in range(outputs):
+                out(items[0].index, f"output-{number}", (items[0].rows, 8), "uint8").data[:] = 9
+            return None
+
+    rank = rank_of()
+    rank.encoder._adapter = Prolific()
+    rank.ask(b"a", [1])
+    await rank.serve()
+    assert rank.answers(b"a") == ([(0, 9)] if outputs == wire.MOST_OUTPUTS else "BadItem 0")
+
+
 async def test_items_of_an_owner_that_nobody_has_met_are_dropped_and_what_they_lent_is_given_back(rank_of: Any) -> None:
     rank = rank_of()
     rank.stage.peers.knows = lambda origin: False

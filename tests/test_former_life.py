@@ -111,7 +111,7 @@ def test_b22_clients_that_left_without_a_word_are_forgotten() -> None:
     hello = wire.Hello(wire.PROTOCOL_VERSION, wire.Origin("client", 0, 1), "client")
     for number in range(1000):
         client = number.to_bytes(5, "big")
-        owner._take(client, hello, ())
+        owner._take(client, hello, (), client)
         if number % 100:
             gone.add(client)
     assert set(owner._clients) - gone == {number.to_bytes(5, "big") for number in range(0, 1000, 100)}

@@ -122,7 +122,9 @@ class Inside:
         """As the stage's own loop does."""
         stage = self.stage(to.partition("-")[0])
         take: dict[str, Callable[[Any, Any], None]] = {
-            "tokenizer-0 front door": lambda message, inline: self.parts["tokenizer"]._take(b"nobody", message, inline),
+            "tokenizer-0 front door": lambda message, inline: self.parts["tokenizer"]._take(
+                b"nobody", message, inline, ""
+            ),
             "tokenizer-0 inbox": lambda message, inline: self.parts["tokenizer"]._take_report(message),
             "encoder-0 inbox": self.parts["encoder"]._take,
             "scheduler-0 inbox": self.parts["scheduler"]._take,

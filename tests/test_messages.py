@@ -340,3 +340,28 @@ def test_a_request_of_12_proxies_and_2000_tokens_has_small_headers() -> None:
     assert max(sizes) <= 9000
     assert sizes[0] - 8000 <= 250, "the tokens travel as they are"
     assert sizes[1] <= 12 * 90, "what an item costs"
+
+
+def test_b27_everything_that_is_many_in_a_message_has_a_bound() -> None:
+    """A header full of the smallest of something takes ten times its size, and seconds of its receiver's loop."""
+
+    def unbounded(kind: inspect.Type, where: str, found: list[str]) -> list[str]:
+        match kind:
+            case inspect.VarTupleType(item_type=item, max_length=most):
+                if most is None:
+                    found.append(where)
+                unbounded(item, where, found)
+            case inspect.TupleType(item_types=items):
+                for item in items:
+                    unbounded(item, where, found)
+            case inspect.UnionType(types=types):
+                for each in types:
+                    unbounded(each, where, found)
+            case inspect.StructType(cls=cls, fields=fields):
+                for field in fields:
+                    unbounded(field.type, f"{cls.__name__}.{field.name}", found)
+            case inspect.StrType(max_length=None) | inspect.BytesType(max_length=None):
+                found.append(where)
+        return found
+
+    assert unbounded(inspect.type_info(wire.Message), "", []) == []

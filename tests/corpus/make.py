@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -64,6 +65,10 @@ FOUND: dict[str, tuple[wire.Message, str]] = {
         _encode(4_000_000, (1, 1, 18), (18,)),
         "had the adapter make them; of 2^31-1 rows it would have been 64 GiB",
     ),
+    "a request of 4,097 items": (
+        _admit(spans=(wire.Span(0, 0),) * 4097),
+        "with ten million it held the scheduler's loop for two seconds, and took 340 MB",
+    ),
     "a request with tokens cut off": (_admit(token_ids=bytes(5)), "waited for its deadline among the good ones"),
     "a request with placeholders beyond its tokens": (
         _admit(spans=(wire.Span(4, (1 << 31) - 1),)),
@@ -115,6 +120,10 @@ TRACES: dict[str, bytes] = {
 IMAGES = ("tiny_20x20.jpg", "pixel_1x1.png")
 
 
+def _kept(name: str, layer: Layer, frames: Sequence[bytes], did: str = "") -> dict[str, object]:
+    return {"name": name, "layer": layer.name.lower(), "frames": [frame.hex() for frame in frames], "did": did}
+
+
 def messages() -> list[dict[str, object]]:
     """All of them, as JSON: how far each gets, its frames in hexadecimal, and why it is here."""
     rng, limits, starts = Random(SEED), Limits(), samples()
@@ -122,8 +131,8 @@ def messages() -> list[dict[str, object]]:
     for number, (name, (message, did)) in enumerate(FOUND.items()):
         if hasattr(message, "request"):  # one of its own, as what is over once is over
             message = replace(message, request=bytes([number]) * 16)
-        hexed = [frame.hex() for frame in encode(message, [bytes(18)])]
-        found.append({"name": name, "layer": "stage", "frames": hexed, "did": did})
+        frames = tuple(map(bytes, encode(message, [bytes(18)])))
+        found.append(_kept(name, layer_of(frames, limits), frames, did))
     for layer, mutations in MUTATIONS.items():
         for mutation in dict.fromkeys(mutations if layer is not Layer.SIZE else ()):
             kept = 0
@@ -133,9 +142,7 @@ def messages() -> list[dict[str, object]]:
                 short = sum(map(len, frames)) < LONGEST_NBYTES and len(frames) < 20
                 if kept < EACH and short and frames != sample.frames and layer_of(frames, limits) is layer:
                     kept += 1
-                    name = f"{mutation.__name__} {sample.name}, {kept}"
-                    hexed = [frame.hex() for frame in frames]
-                    found.append({"name": name, "layer": layer.name.lower(), "frames": hexed, "did": ""})
+                    found.append(_kept(f"{mutation.__name__} {sample.name}, {kept}", layer, frames))
     return found
 
 
