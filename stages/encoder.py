@@ -75,7 +75,7 @@ class Encoder:
         spec = stage.deployment.encoder
         self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
-        self._over = Tombstones()
+        self._over = Tombstones(stage.deployment.limits.request_timeout_s)
         self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
         self._sent: dict[int, deque[wire.Encode]] = defaultdict(lambda: deque(maxlen=REPORTS))  # without payloads

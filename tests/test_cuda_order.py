@@ -483,7 +483,7 @@ class Collector(Scheduler):
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
         self._stage, self._copier = stage, copier
-        self._over, self._collecting, self._idle = Tombstones(), 0, asyncio.Event()
+        self._over, self._collecting, self._idle = Tombstones(60.0), 0, asyncio.Event()
         self._ready, self._running = deque(), []
         self.filed: list[tuple[Any, Any]] = []
         self.is_filed = asyncio.Event()
