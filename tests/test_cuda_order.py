@@ -483,7 +483,8 @@ class Collector(Scheduler):
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
         self._stage, self._copier = stage, copier
-        self._over, self._collecting, self._idle = Tombstones(60.0), 0, asyncio.Event()
+        self._over, self._collected = Tombstones(60.0), Tombstones(60.0)
+        self._collecting, self._idle = 0, asyncio.Event()
         self._ready, self._running = deque(), []
         self.filed: list[tuple[Any, Any]] = []
         self.is_filed = asyncio.Event()
@@ -607,7 +608,10 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
 
     sent: list[wire.Embeddings] = []
     scheduler = SimpleNamespace(
-        column=shop.column, epoch=8, outbox=SimpleNamespace(send_nowait=lambda message, frames: sent.append(message))
+        rank=0,
+        column=shop.column,
+        epoch=8,
+        outbox=SimpleNamespace(send_nowait=lambda message, frames: sent.append(message)),
     )
     async with asyncio.TaskGroup() as tasks:
         stage = stage_of(shop.reader, tasks, [])
