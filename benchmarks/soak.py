@@ -51,7 +51,7 @@ encoder: {{ranks: 2, cache_mb: 8}}
 scheduler: {{options: {{digests: true}}}}
 pool: {{budget_mb: 64, inline_below_kb: 0}}
 embeddings_pool: {{budget_mb: 32, inline_below_kb: 0}}
-limits: {{request_timeout_s: 10}}
+limits: {{request_timeout_s: 10, in_flight_requests: 32}}
 restarts: {{most: 0}}
 telemetry: {{log_level: error, log_format: json}}
 """
