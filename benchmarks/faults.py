@@ -97,21 +97,28 @@ _LIMITED = (
 
 
 class Faults:
-    """Does them to a running deployment. One process has one of those that last at a time."""
+    """Does them to a running deployment. One process is starved of one thing at a time."""
 
     def __init__(self, deployment: Deployment, supervisor: Supervisor, births: Births) -> None:
         self._deployment, self._supervisor, self._births = deployment, supervisor, births
         self._runtime = Runtime.of(deployment)
         self._limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
+        self._starved: set[tuple[str, int]] = set()
 
     async def inflict(self, fault: Fault) -> bool:
         """Until it is over; False: there was nobody to do it to, such as one that is just being born."""
-        if not self._supervisor.is_ready(fault.stage, fault.rank):
+        who = (fault.stage, fault.rank)
+        if not self._supervisor.is_ready(*who) or (fault.kind in STARVE and who in self._starved):
             return False
+        if fault.kind in STARVE:
+            self._starved.add(who)
         try:
             await KINDS[fault.kind](self, fault)
         except (ProcessLookupError, psutil.NoSuchProcess):  # another fault was faster
             return False
+        finally:
+            if fault.kind in STARVE:
+                self._starved.discard(who)
         return True
 
     # --- the kinds
@@ -236,6 +243,7 @@ class Faults:
                 process.rlimit(limit, (soft, hard))
 
 
+STARVE = frozenset({"memory", "descriptors", "disk"})
 KINDS: dict[str, Callable[[Faults, Fault], Awaitable[None]]] = {
     "kill": Faults.kill,
     "stop": Faults.stop,

@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ encoder: {{ranks: 2, cache_mb: 8}}
 scheduler: {{options: {{digests: true}}}}
 pool: {{budget_mb: 64, inline_below_kb: 0}}
 embeddings_pool: {{budget_mb: 32, inline_below_kb: 0}}
-limits: {{request_timeout_s: 10}}
+limits: {{request_timeout_s: 10, in_flight_requests: 32}}
 restarts: {{most: 0}}
 telemetry: {{log_level: error, log_format: json}}
 """
@@ -100,7 +101,8 @@ class Soak:
         self._photos = [photo(seed * PHOTOS + number) for number in range(PHOTOS)]
         self._began = time.monotonic()
         self._took = np.zeros((0, 2))  # when each request was sent, s, and how long it took, ms
-        self.requests = self.failed = 0
+        self.requests = 0
+        self.failed: Counter[str] = Counter()
         self.series: dict[tuple[str, str], Series] = {}  #: by process and what is sampled
 
     async def capacity(self, for_s: float) -> float:
@@ -121,7 +123,7 @@ class Soak:
     async def run(self, pids: dict[str, int], rate: float, for_s: float) -> None:
         """Requests at random times, so many a second, while everything is sampled."""
         self._took = np.full((int(2 * rate * for_s) + SAMPLES, 2), -1.0)  # at once, else our own memory would grow
-        self._began, self.requests, self.failed = time.monotonic(), 0, 0
+        self._began, self.requests, self.failed = time.monotonic(), 0, Counter()
         sampling = asyncio.create_task(self._sample(pids, for_s / SAMPLES))
         async with asyncio.TaskGroup() as requests:
             due = self._began
@@ -139,7 +141,8 @@ class Soak:
         at_s = time.monotonic() - self._began
         chosen = self._rng.choices(self._photos, k=self._rng.randrange(4))
         outcome = await self._client.submit(["soak ", *chosen], output_tokens=1)
-        self.failed += not isinstance(outcome, wire.Result)
+        if not isinstance(outcome, wire.Result):
+            self.failed[outcome.failure.kind if isinstance(outcome, wire.Failed) else "Busy"] += 1
         if self.requests < len(self._took):
             self._took[self.requests] = at_s, (time.monotonic() - self._began - at_s) * 1e3
         self.requests += 1
@@ -193,7 +196,7 @@ async def soak(
         if found.goes_up
     ]
     if run.failed:
-        wrong.append(f"{run.failed} requests failed")
+        wrong.append(f"requests failed: {dict(run.failed)}")
     return {
         "seed": seed,
         "seconds": for_s,

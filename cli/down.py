@@ -54,10 +54,12 @@ def _groups(deployment: Deployment) -> list[list[tuple[str, int]]]:
 
 def _end(processes: list[Process], deployment: Deployment, now: bool) -> None:
     """Raises DeploymentError for those that do not end in time."""
+    # The second signal cancels; twice the same would be one, where the first is not handled yet.
+    signals = (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,)
     for _, pidfd in processes:
-        for _ in range(2 if now else 1):  # the second signal cancels
+        for number in signals:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(pidfd, number)
     patience_s = (0.0 if now else deployment.timeouts.drain_s) + CANCEL_S + KILL_S
     until = time.monotonic() + patience_s
     late = [name for name, pidfd in processes if not _ends(pidfd, until - time.monotonic())]

@@ -345,8 +345,10 @@ class Client:
 
     def _broke(self, rank: int) -> None:
         """The connection to a tokenizer broke. Answers to what it has would go to a client that is not there any more:
-        to it we are another one now."""
+        to it we are another one now. What came before is taken first: one that ends has answered for what it had."""
         door = self._doors[rank]
+        while (received := door.dealer.receive_nowait()) is not None:
+            self._take(door, received.message)
         door.asked = max(door.asked, SILENT)
         self._lost(door)
         self._greet(door)

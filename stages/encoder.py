@@ -90,10 +90,10 @@ class Encoder:
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
         #: More than all tokenizers together may have in flight are not of this deployment.
         self._most_jobs = 2 * stage.deployment.tokenizer.workers * stage.deployment.limits.in_flight_requests
-        self._over = Tombstones()
+        self._over = Tombstones(stage.deployment.limits.request_timeout_s)
         self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
-        self._sent: dict[Peer, deque[wire.Encode]] = defaultdict(lambda: deque(maxlen=REPORTS))  # without payloads
+        self._sent: dict[int, deque[wire.Encode]] = defaultdict(lambda: deque(maxlen=REPORTS))  # without payloads
         stage.on_mended = self._own_up
         stage.in_flight = lambda: self._jobs.unfinished
         stage.numbers = self._numbers
@@ -368,7 +368,7 @@ class Encoder:
             )
             message = wire.Embeddings(job.request, job.attempt, peer.epoch, self._stage.origin, items, marks)
             self._post(peer, message, frames, made)
-            self._sent[peer].append(_named(job))
+            self._sent[peer.rank].append(_named(job))
         nbytes = sum(draft.nbytes for item in made for draft in item.outputs.values())
         log.debug("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
 
@@ -384,7 +384,7 @@ class Encoder:
     def _own_up(self, scheduler: Peer) -> None:
         """The connection to a scheduler rank broke, and what it was sent last may be lost: tell the owners, of whom
         those whose requests are collected need not mind."""
-        for job in self._sent.pop(scheduler, ()):
+        for job in self._sent.pop(scheduler.rank, ()):
             if time.monotonic_ns() < job.deadline_ns:
                 self._report(job, PeerGone(str(scheduler), "may not have got the embeddings: its connection broke"))
 

@@ -81,8 +81,8 @@ class Scheduler:
         self._running: list[Running] = []  #: what the engine has
         self._collecting = 0  #: messages whose embeddings are waited for, or copied
         self._call: asyncio.Task[Sequence[EngineResult | Exception]] | None = None
-        self._over = Tombstones()
-        self._collected = Tombstones()  #: all that belongs to these is here
+        self._over = Tombstones(stage.deployment.limits.request_timeout_s)
+        self._collected = Tombstones(stage.deployment.limits.request_timeout_s)  #: all that belongs to these is here
         self._busy_since: float | None = None
         stage.busy_since = lambda: self._busy_since
         stage.in_flight = lambda: len(self._pending) + len(self._ready) + len(self._running)

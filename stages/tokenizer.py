@@ -112,7 +112,7 @@ class Tokenizer:
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
         self._rate = Rate(self._limits.client_requests_per_s)
-        self._over = Tombstones()
+        self._over = Tombstones(stage.deployment.limits.request_timeout_s)
         self._clients: dict[bytes, float] = {}  # when each was last known to be there, the longest ago first
         self._idle = asyncio.Event()
         self._idle.set()

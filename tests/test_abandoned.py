@@ -24,7 +24,7 @@ def scheduler_with(run: Any) -> tuple[Any, list[str]]:
     scheduler = object.__new__(Scheduler)
     counters = SimpleNamespace(count=counted.append)
     scheduler._stage = SimpleNamespace(counters=counters, outlive=lambda problem: None)  # type: ignore[assignment]
-    scheduler._engine, scheduler._over, scheduler._call = SimpleNamespace(run=run), Tombstones(), None
+    scheduler._engine, scheduler._over, scheduler._call = SimpleNamespace(run=run), Tombstones(60.0), None
     return scheduler, counted
 
 

@@ -107,6 +107,27 @@ def test_down_now_cancels_what_would_take_too_long(file: Path, up: subprocess.Po
             asking.kill()
 
 
+def test_down_now_cancels_also_who_is_too_busy_to_see_the_first_signal_before_the_second(
+    file: Path, up: subprocess.Popen[str], until: Callable[..., None]
+) -> None:
+    os.kill(up.pid, signal.SIGSTOP)
+    with subprocess.Popen([sys.executable, "-m", "tensorferry", "down", "--config", str(file), "--now"]) as down:
+        try:
+            until(lambda: {signal.SIGINT, signal.SIGTERM} <= pending(up.pid), DEADLINE_S)
+            os.kill(up.pid, signal.SIGCONT)
+            assert up.wait(DEADLINE_S) == 130
+            assert down.wait(DEADLINE_S) == 0
+        finally:
+            down.kill()
+
+
+def pending(pid: int) -> set[int]:
+    """The signals that a process has not taken yet. Source: proc_pid_status(5)."""
+    fields = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    mask = int(fields["ShdPnd"], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 def test_of_a_deployment_that_is_not_running_both_say_so(file: Path) -> None:
     done = tensorferry("down", "--config", file)
     assert (done.returncode, done.stdout) == (0, "elsewhere is not running\n")

@@ -485,7 +485,7 @@ class Collector(Scheduler):
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
         self._stage, self._copier = stage, copier
-        self._over, self._collected = Tombstones(), Tombstones()
+        self._over, self._collected = Tombstones(60.0), Tombstones(60.0)
         self._collecting, self._idle = 0, asyncio.Event()
         self._ready, self._running = deque(), []
         self.filed: list[tuple[Any, Any]] = []

@@ -94,7 +94,9 @@ class Rank:
         self.reader = Reader(ME)
         self.embeddings: dict[bytes, list[tuple[int, int]]] = {}
         self.failures: dict[bytes, wire.Failure] = {}
-        scheduler = SimpleNamespace(column=None, epoch=SCHEDULER, outbox=SimpleNamespace(send_nowait=self._embedded))
+        scheduler = SimpleNamespace(
+            rank=0, column=None, epoch=SCHEDULER, outbox=SimpleNamespace(send_nowait=self._embedded)
+        )
         self.stage: Any = SimpleNamespace(
             reader=self.reader,
             publisher=Publisher(None),
@@ -108,7 +110,7 @@ class Rank:
                 knows=lambda origin: True,
                 taker=lambda stage, rank, epoch: scheduler,
                 get=lambda stage, rank, epoch: OWNER,
-                send=lambda peer, message: self.failures.update({message.request: message.failure}),
+                report=lambda peer, message: self.failures.update({message.request: message.failure}),
                 tell=lambda message: None,
             ),
         )

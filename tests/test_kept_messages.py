@@ -79,7 +79,7 @@ async def test_a_listening_client_keeps_no_message() -> None:
 
 async def test_an_encoder_that_waits_keeps_no_job() -> None:
     encoder = object.__new__(Encoder)
-    encoder._stage, encoder._over = fake_stage(FakeChannel()), Tombstones()
+    encoder._stage, encoder._over = fake_stage(FakeChannel()), Tombstones(60.0)
     encoder._stage.counters = SimpleNamespace(count=lambda name: None)
     encoder._cache, encoder._begun, encoder._jobs = None, [], Jobs(0, 0.0, lambda job: 0)
     frame = np.zeros(1)
