@@ -38,6 +38,8 @@ DEPLOYMENT = """
 name: overhead-%s
 transport: shm
 runtime_dir: {folder}/run
+pool: {{budget_mb: 128}}
+embeddings_pool: {{budget_mb: 32}}
 %s
 telemetry: {{%s}}
 """
