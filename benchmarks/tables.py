@@ -19,6 +19,8 @@ _DETAILS = (
     ("times", "times off"),
     ("times_low", "from"),
     ("times_high", "to"),
+    ("more_ms", "ms more"),
+    ("more_high_ms", "at most"),
     ("wrong", "wrong"),
     ("tflops", "TFLOP/s"),
     ("matmul_percent", "% of matmul"),

@@ -22,7 +22,7 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.replay.folder import Run, read_run
-from tensorferry.pipeline.replay.forecast import Plan, Rules, Visit, forecast, plan
+from tensorferry.pipeline.replay.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.html import charts
 from tensorferry.pipeline.replay.html.plan import report
@@ -170,11 +170,20 @@ def _answers(found: Plan) -> Iterator[str]:
 
 def _check(run: Run, visits: list[Visit], rules: Rules) -> str:
     """The run itself, beside what is said of its own budget: whoever doubts the rest can start here."""
-    budget_mb = int(run.summary.run.config["pool"]["budget_mb"])
+    budget_mb = _budget_mb(run)
     said = forecast(visits, rules, budget_mb)
     had = sum(run.fell_back(item) for row in run.ok for item in row.items)
     share = had / said.items if said.items else 0.0
     return f"The run itself had pool.budget_mb={budget_mb} and {share:.2%} fallbacks; by this plan {said.share:.2%}."
+
+
+def _budget_mb(run: Run) -> int:
+    """What a run's pools had. Raises ReportError where its settings do not say."""
+    pool = run.summary.run.config.get("pool")
+    budget_mb = pool.get("budget_mb") if isinstance(pool, dict) else None
+    if not isinstance(budget_mb, int) or not 1 <= budget_mb <= MOST_MB:
+        raise ReportError(str(run.folder / "summary.json"), "run.config has no pool.budget_mb that a pool can have")
+    return budget_mb
 
 
 def _less_known(times: Measured) -> Iterator[str]:

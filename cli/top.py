@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.replay.report import size_text
 
 _BAR = 12
+_PLAIN_WIDTH = 130  #: of a table that goes to a file or a pipe
 _STATES = {"ready": "green", "waiting": "yellow", "leaving": "yellow", "quarantined": "red", "gone": "red"}
 #: What a process of each stage has done, by the gauge that counts it.
 _WORK = {"tokenizer": ("requests_ok", "requests"), "encoder": ("encoded_items", "items")}
@@ -44,7 +46,8 @@ class Look:
 def command(file: Path, settings: tuple[str, ...], every_s: float, once: bool) -> None:
     """Watch the running deployment of FILE: rates, requests in flight, pools and fallbacks. Ctrl-C ends it.
 
-    Rates are of the last period; what encoders and schedulers say is as old as their last heartbeat.
+    Rates are of the last period; what encoders and schedulers say is as old as their last heartbeat. To a file or a
+    pipe goes one table a period, below the other.
     """
     try:
         asyncio.run(_watch(load_deployment(file, settings), every_s, once))
@@ -53,13 +56,17 @@ def command(file: Path, settings: tuple[str, ...], every_s: float, once: bool) -
 
 
 async def _watch(deployment: Deployment, every_s: float, once: bool) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     async with Client.connect(deployment, timeout_s=deployment.timeouts.start_s) as client:
         before = Look(await client.refresh(), time.monotonic())
-        if once:
+        while once or not console.is_terminal:
             await asyncio.sleep(every_s)
-            console.print(view(deployment.name, before, Look(await client.refresh(), time.monotonic())))
-            return
+            now = Look(await client.refresh(), time.monotonic())
+            console.print(view(deployment.name, before, now))
+            sys.stdout.flush()
+            if once:
+                return
+            before = now
         with Live(view(deployment.name, before, before), console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(every_s)

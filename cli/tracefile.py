@@ -27,9 +27,21 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
     return callback
 
 
+class TracePath(click.Path):
+    """A file, or a folder that is one trace."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            self.fail("a trace is read twice, so it cannot be the standard input; name a file (./- is one)", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def trace_argument(command: _Command) -> _Command:
-    """TRACE: a file, or a folder that is one trace."""
-    return click.argument("trace", type=click.Path(exists=True, path_type=Path))(command)
+    """TRACE, as `TracePath` takes it."""
+    return click.argument("trace", type=TracePath())(command)
 
 
 def reading_options(command: _Command) -> _Command:

@@ -205,6 +205,16 @@ def test_a_dash_is_the_standard_output_which_is_the_traces_alone(tmp_path: Path,
     assert json.loads(run(command, DATA / "azure_lmm.csv", "-", *part, "--json").stderr)["out"] == "-"
 
 
+def test_the_standard_input_is_no_trace_and_a_file_of_that_name_is(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(*at(1, 2), name="-")
+    refused = run("describe", "-")
+    assert (refused.exit_code, "read twice" in refused.stderr) == (2, True)
+    assert run("describe", "./-").exit_code == 0
+
+
 @pytest.mark.parametrize("command", ["convert", "cut"])
 def test_nothing_selected_is_nothing_written_to_a_stream_either(command: str) -> None:
     said = run(command, DATA / "azure_lmm.csv", "-", "--start", "900h")

@@ -175,6 +175,8 @@ def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
     as_json = cli(*asked, "--json")
     assert "2 of 2 items" in as_json.stderr
     assert json.loads(as_json.stdout)["curve"]
+    unsaid = make_run(tmp_path / "unsaid", [100], config={"name": "local", "pool": {}})
+    assert "no pool.budget_mb" in cli(*asked[:-1], unsaid).stderr
     nothing = make_run(tmp_path / "nothing", [100], without=("read-0", "collected"))
     assert "lacks the times of 'collected' for line 1" in cli(*asked[:-1], nothing).stderr
 

@@ -81,6 +81,13 @@ def read(html: bytes) -> Reader:
     return reader
 
 
+def test_results_that_are_not_all_there_are_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    results = make_run(tmp_path) / "results.jsonl"
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ReportError, match=r"results\.jsonl: it has 2 requests, .* says 3 were sent"):
+        read_run(tmp_path)
+
+
 def test_a_report_is_one_file_that_loads_nothing(make_run: MakeRun, tmp_path: Path) -> None:
     html = report(read_run(make_run(tmp_path, range(10, 60), inline=(3, 4))))
     reader = read(html)
@@ -151,9 +158,10 @@ def test_the_parts_of_a_way_follow_each_other(make_run: MakeRun, tmp_path: Path)
         "hand-over",
         "encoder queue",
         "encoding",
+        "to the scheduler",
         "answer",
     ]
-    assert [span.end_ms for span in spans] == pytest.approx([5, 10, 20, 20, 50, 90, 100])
+    assert [span.end_ms for span in spans] == pytest.approx([5, 10, 20, 20, 50, 90, 95, 100])
     assert all(one.end_ms == following.start_ms for one, following in pairwise(spans))
 
 

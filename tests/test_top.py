@@ -12,6 +12,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,17 @@ def test_what_runs_is_shown_and_the_dashboard_asks_for_metrics_that_there_are(se
     assert top.returncode == 0, top.stderr
     for process in ("tokenizer-0", "encoder-0", "scheduler-0"):
         assert process in top.stdout, process
+    assert re.search(r"^tokenizer-0 .* of 1024\.0 MiB", top.stdout, re.MULTILINE), top.stdout  # not folded
+    asked.remove("--once")
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        seen = [line.split()[0] for line in islice((line for line in watching.stdout if line.strip()), 10)]
+        watching.stdout.close()  # as `head` does
+        assert "Traceback" not in watching.stderr.read()
+        assert watching.wait(30) == 1
+    assert seen[:5] == seen[5:10]
+    assert "tokenizer-0" in seen
     metrics = ""
     for offset in range(3):
         with urllib.request.urlopen(f"http://127.0.0.1:{port + offset}/metrics", timeout=10) as answer:

@@ -74,7 +74,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ReportError, naming the file, for what `replay --out` of this version has not written."""
+    """Raises ReportError, naming the file, for what `replay --out` of this version has not written, or not so."""
     summary = msgspec.json.Decoder(Summary)
     path = folder / "summary.json"
     try:
@@ -82,9 +82,13 @@ def read_run(folder: Path) -> Run:
     except msgspec.MsgspecError as problem:
         problem_text = f"not the summary of a replay by this version of tensorferry: {problem}"
         raise ReportError(str(path), problem_text) from None
-    rows = _lines(folder / "results.jsonl", msgspec.json.Decoder(Row))
+    results = folder / "results.jsonl"
+    rows = [row for row in _lines(results, msgspec.json.Decoder(Row)) if row.status != "dropped"]
+    if len(rows) != decoded.requests.sent:
+        fewer = f"it has {len(rows)} requests, and summary.json beside it says {decoded.requests.sent} were sent"
+        raise ReportError(str(results), fewer)
     samples = _lines(folder / "gauges.jsonl", msgspec.json.Decoder(Sample))
-    return Run(folder, decoded, [row for row in rows if row.status != "dropped"], samples)
+    return Run(folder, decoded, rows, samples)
 
 
 def _bytes(path: Path) -> bytes:
