@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -37,7 +38,7 @@ from benchmarks.workload import Tally, Workload
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.config import STAGES, Deployment
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.stage import port_offset, ranks_of
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
@@ -256,7 +257,7 @@ async def fuzz(
     process's metrics; None: some.
     """
     rng = Random(seed)
-    port = rng.randrange(20_000, 32_000) if port is None else port
+    port = free_ports(len(STAGES)) if port is None else port
     with TemporaryDirectory(prefix="tf-") as path:
         folder = Path(path)
         with running(folder, DEPLOYMENT.replace("PORT", str(port))) as deployment:
@@ -282,6 +283,17 @@ async def fuzz(
     if good.wrong:
         wrong.append(f"good requests ended badly: {dict(good.wrong)}")
     return report(seed, windows, bursts, tallies, after.counted_since(start), wrong)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many in a row that nobody listens at now, on loopback."""
+    for _ in range(100):
+        first = 20_000 + secrets.randbelow(12_000)
+        with ExitStack() as listening, suppress(OSError):
+            for port in range(first, first + count):
+                listening.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise RuntimeError(f"no {count} ports in a row are free")
 
 
 def median_p99(windows: Sequence[Window], flooded: bool) -> float:
