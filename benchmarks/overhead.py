@@ -15,9 +15,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -154,8 +154,9 @@ async def _turn(arm: _Arm, count: int) -> float:
 
 
 def _scrape(port: int) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=START_S) as answer:
-        assert b"tensorferry_in_flight" in answer.read()
+    with closing(HTTPConnection("127.0.0.1", port, timeout=START_S)) as connection:
+        connection.request("GET", "/metrics")
+        assert b"tensorferry_in_flight" in connection.getresponse().read()
 
 
 def _cpu_ms(pid: int) -> float:

@@ -54,6 +54,8 @@ settings.load_profile("tensorferry")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Threads of torch's in several processes on few cores wait for each other by spinning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", "leaves(reason): this test is allowed to leave something behind, and why")
 
 

@@ -132,7 +132,7 @@ def test_what_runs_is_shown_and_the_dashboard_asks_for_metrics_that_there_are(se
     assert top.returncode == 0, top.stderr
     for process in ("tokenizer-0", "encoder-0", "scheduler-0"):
         assert process in top.stdout, process
-    assert re.search(r"^tokenizer-0 .* of 1024\.0 MiB", top.stdout, re.MULTILINE), top.stdout  # not folded
+    assert re.search(r"^tokenizer-0 .* of 16\.0 MiB", top.stdout, re.MULTILINE), top.stdout  # not folded
     asked.remove("--once")
     with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
