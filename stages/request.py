@@ -68,6 +68,11 @@ class Request:
         """The encoder rank of an item; -1: none, its embeddings came with the request."""
         return self.owners[item].peer.rank if item in self.owners else -1
 
+    def is_attended_by(self, origin: wire.Origin) -> bool:
+        """Whether this is the life of a scheduler rank that was told of it."""
+        lives = ((life.peer.stage, life.peer.rank, life.epoch) for life in self.schedulers)
+        return (origin.stage, origin.rank, origin.epoch) in lives
+
     def lost_schedulers(self, *, elsewhere: bool) -> list[Life]:
         """Those that owe a report and will not give one. elsewhere: there is another group for what silent ones have,
         which may yet come back."""

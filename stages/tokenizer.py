@@ -427,17 +427,10 @@ class Tokenizer:
         match message:
             case wire.Done() | wire.Failed() | wire.Collected() if message.to != self._stage.epoch:
                 self._stage.counters.count("mail_of_a_former_life")
-            case wire.Collected(origin=origin):
+            case wire.Collected() | wire.Done():
                 request = self._owned(message.request, message.attempt)
                 if request is not None:
-                    request.collecting.discard(origin.rank)
-            case wire.Done(origin=origin) as done:
-                request = self._owned(done.request, done.attempt)
-                if request is not None and origin.rank in request.waiting:
-                    request.waiting.discard(origin.rank)
-                    request.reports[origin.rank] = done
-                    if not request.waiting:
-                        request.news.set()
+                    self._reported(request, message)
             case wire.Failed(failure=failure) as failed:
                 request = self._owned(failed.request, failed.attempt)
                 told = request is not None and any(life.epoch == failure.origin.epoch for life in request.told)
@@ -449,6 +442,21 @@ class Tokenizer:
             case _:
                 if not self._stage.hear(message):
                     self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
+
+    def _reported(self, request: Request, report: wire.Collected | wire.Done) -> None:
+        """Book what a scheduler rank has done for a request, if it is one that attends to it."""
+        rank = report.origin.rank
+        if not request.is_attended_by(report.origin):
+            self._stage.counters.count("messages_of_strangers")
+        elif isinstance(report, wire.Collected):
+            request.collecting.discard(rank)
+        elif len(report.digests) not in (0, len(request.hashes)):
+            self._stage.refused(BadMessage(f"digests of {len(report.digests)} items; there are {len(request.hashes)}"))
+        elif rank in request.waiting:
+            request.waiting.discard(rank)
+            request.reports[rank] = report
+            if not request.waiting:
+                request.news.set()
 
     def _owned(self, request: bytes, attempt: int) -> Request | None:
         owned = self._requests.get(request)

@@ -12,6 +12,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.tensors import CODES
 from tensorferry.stages.encoder import Encoder
+from tensorferry.stages.request import Life, Request
 from tensorferry.stages.scheduler import Scheduler
 from tensorferry.stages.tokenizer import Tokenizer
 
@@ -91,6 +92,50 @@ def test_a7_an_owner_takes_no_report_that_was_meant_for_its_former_life(message:
     assert (counted, looked_up) == (["mail_of_a_former_life"], [])
     owner._take_report(message(NOW))
     assert (counted, looked_up) == (["mail_of_a_former_life"], [REQUEST])
+
+
+def owner_of(request: Request) -> tuple[Any, list[str]]:
+    """A tokenizer that owns it, and what it counts."""
+    counted: list[str] = []
+    owner: Any = object.__new__(Tokenizer)
+    owner._requests = {request.submit.request: request}
+    owner._stage = SimpleNamespace(
+        epoch=NOW,
+        counters=SimpleNamespace(count=counted.append),
+        refused=lambda problem: counted.append(str(problem)),
+    )
+    return owner, counted
+
+
+@pytest.mark.parametrize(
+    ("origin", "digests", "said"),
+    [
+        (wire.Origin("scheduler", 0, BEFORE), (), "messages_of_strangers"),
+        (wire.Origin("scheduler", 1, NOW), (), "messages_of_strangers"),
+        (wire.Origin("encoder", 0, NOW), (), "messages_of_strangers"),
+        (wire.Origin("scheduler", 0, NOW), (b"1", b"2", b"3"), "digests of 3 items; there are 2"),
+    ],
+    ids=["a former life", "another rank", "another stage", "more items than there are"],
+)
+async def test_b26_b27_a_report_that_cannot_be_of_this_request_ends_nothing(
+    origin: wire.Origin, digests: tuple[bytes, ...], said: str
+) -> None:
+    task: Any = None
+    request = Request(b"client", wire.Submit(REQUEST, 0, (wire.TextPart("a"),), 1, 1000), task)
+    scheduler: Any = SimpleNamespace(stage="scheduler", rank=0)
+    request.schedulers, request.hashes = [Life(scheduler, NOW, 0)], {0: bytes(16), 1: bytes(16)}
+    request.waiting, request.collecting = {0}, {0}
+    owner, counted = owner_of(request)
+    owner._take_report(wire.Done(REQUEST, 0, NOW, origin, 1, digests, ()))
+    assert counted == [said]
+    assert (request.waiting, request.reports, request.news.is_set()) == ({0}, {}, False)
+    if not digests:
+        owner._take_report(wire.Collected(REQUEST, 0, NOW, origin))
+        assert (counted, request.collecting) == ([said, said], {0})
+    right = wire.Origin("scheduler", 0, NOW)
+    owner._take_report(wire.Collected(REQUEST, 0, NOW, right))
+    owner._take_report(wire.Done(REQUEST, 0, NOW, right, 1, (b"1", b"2"), ()))
+    assert (request.collecting, request.waiting, request.news.is_set()) == (set(), set(), True)
 
 
 def test_b22_clients_that_left_without_a_word_are_forgotten() -> None:
