@@ -373,7 +373,7 @@ class Up:
     """A process of `deployment.py`, all stages ready, leading a session as one does that a terminal has started."""
 
     def __init__(self, place: Place, *behaviours: str, session: bool = True) -> None:
-        self._errors = place.journal.with_name("stderr").open("w+", encoding="utf-8")
+        self._errors = tempfile.NamedTemporaryFile("w+", dir=place.journal.parent, prefix="stderr-", encoding="utf-8")
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "deployment.py"), str(place.runtime_dir), str(place.journal), *behaviours],
             stdout=subprocess.PIPE,
