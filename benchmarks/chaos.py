@@ -40,9 +40,8 @@ from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.tensors import View
 from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.config import Deployment, load, ranks_of
 from tensorferry.pipeline.peers import DOWNSTREAM
-from tensorferry.pipeline.stage import ranks_of
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.registry import make_processor

@@ -110,7 +110,7 @@ class Flood:
             self._drain()
             left_s = started + sent / per_s - time.monotonic()
             if left_s > 0:
-                time.sleep(left_s)
+                time.sleep(left_s)  # until the next small burst is due: the rate is what was asked for
         self._next = first + sent
         took_s = time.monotonic() - started
         return Burst(sent, took_s, took_s - seconds, dict(self._refused))

@@ -38,9 +38,8 @@ from benchmarks.workload import Tally, Workload
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import STAGES, Deployment
+from tensorferry.pipeline.config import STAGES, Deployment, port_offset, ranks_of
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import port_offset, ranks_of
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.registry import make_processor
 

@@ -27,7 +27,7 @@ _PER_S = 200
 _SERVICE_MS = 30.0
 _TOKENS = 1000  #: of each prompt
 _START_S = 30.0
-#: How late the machine wakes a process that has nothing else to do: what no sender can be better than.
+#: How late the machine wakes a process that does nothing but sleep: what no sender can be better than.
 _SLEEPER = """
 import sys, time
 count, per_s = map(int, sys.argv[1:])

@@ -14,10 +14,9 @@ from benchmarks.flood import Packet, Target
 from benchmarks.malformed import Frames, Layer, Malformed, batch, samples
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits, decode
-from tensorferry.pipeline.config import STAGES, Deployment
+from tensorferry.pipeline.config import STAGES, Deployment, port_offset
 from tensorferry.pipeline.conversation import Attach, Refused
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import port_offset
 
 ANSWER_S = 20.0  #: of a broker
 

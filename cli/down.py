@@ -13,9 +13,8 @@ import click
 
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.config import Deployment, ranks_of
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import ranks_of
 from tensorferry.pipeline.supervisor import CANCEL_S, DRAIN_ORDER, KILL_S
 
 Process = tuple[str, int]  #: its name, and a pidfd

@@ -14,9 +14,8 @@ from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.config import Deployment, ranks_of
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import ranks_of
 
 NOT_WELL = 3
 

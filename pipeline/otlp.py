@@ -67,7 +67,7 @@ class Receiver:
             if not 200 <= response.status < 300:
                 raise HTTPException(f"it answers {response.status} {response.reason}")
             return int(ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans)
-        except BaseException:
+        except BaseException:  # whatever it was, half an answer may be left on the connection: the next needs a new one
             self._connection.close()
             raise
 

@@ -27,9 +27,7 @@ from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline import broker, telemetry
 from tensorferry.pipeline.channels import FrontDoor, Inbox, Outbox, open_context
-from tensorferry.pipeline.config import Deployment, PoolSpec, device_of, mail_of
-from tensorferry.pipeline.config import port_offset as port_offset
-from tensorferry.pipeline.config import ranks_of as ranks_of
+from tensorferry.pipeline.config import Deployment, PoolSpec, device_of, mail_of, port_offset, ranks_of
 from tensorferry.pipeline.gate import Gate
 from tensorferry.pipeline.keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.peer import Peer

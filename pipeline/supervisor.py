@@ -27,12 +27,12 @@ import structlog
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline import traffic
-from tensorferry.pipeline.config import Deployment, resolved
+from tensorferry.pipeline.config import Deployment, ranks_of, resolved
 from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
 from tensorferry.pipeline.readiness import readable
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import inboxes, ranks_of
+from tensorferry.pipeline.stage import inboxes
 
 log = structlog.get_logger()
 
