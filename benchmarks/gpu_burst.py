@@ -1,14 +1,16 @@
 """GPU memory while a trace with a burst is replayed: `python -m benchmarks.gpu_burst [--json FILE] [--svg FILE]`.
 
 On a machine with a GPU. A deployment with `transport: cuda_vmm` is started, a warm-up is replayed (kernels and torch's
-caches stay) and its pools go idle; then comes the burst, and a lone request long after it. What the driver says is in
-use, by whomever, is sampled meanwhile; its least value before the burst is the zero line. `--svg` draws the curve, and
-needs matplotlib; `--from FILE` draws one that `--json` wrote, anywhere.
+caches stay) and its pools go idle; then comes the burst, and a lone request long after it. Sampled meanwhile: what the
+driver says is in use, by whomever, its least value being the zero line; and what the pools say they have mapped. The
+rest is torch's caches, which grow with the batches that an encoder meets. `--svg` draws the curves, and needs
+matplotlib; `--from FILE` draws those that `--json` wrote, anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import subprocess
 import sys
 import threading
@@ -24,9 +26,11 @@ import msgspec
 
 from benchmarks.cpu import running
 from tensorferry.codecs.memory.cuda_driver import Driver
+from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.config import Deployment
 
 MIB = 1 << 20
-SAMPLE_S = 0.01
+SAMPLE_S, ASK_S = 0.01, 0.05
 IDLE_S = 3.0  #: the default of `pool.idle_s`
 BURST_MS, LAST_MS = 1000, 7000  #: when the burst and the lone request come
 REQUESTS, IMAGES = 24, 4  #: at one instant; 1024x768 each
@@ -41,7 +45,9 @@ encoder: {{{{ranks: 1, devices: [0]}}}}
 scheduler: {{{{groups: 1, tp_size: 1, devices: [0]}}}}
 pool: {{{{budget_mb: {BUDGET_MB}}}}}
 embeddings_pool: {{{{budget_mb: {EMBEDDINGS_MB}}}}}
+timeouts: {{{{heartbeat_s: 0.1}}}}
 """
+Samples = list[tuple[float, float]]  #: (seconds, MiB)
 
 
 def trace(*bursts: tuple[int, int]) -> str:
@@ -64,52 +70,68 @@ def replay(folder: Path, text: str) -> dict[str, Any]:
 
 
 @contextmanager
-def sampled(cuda: Driver) -> Iterator[list[tuple[float, float]]]:
-    """(seconds, MiB in use) until the block ends."""
-    samples: list[tuple[float, float]] = []
+def sampled(cuda: Driver, deployment: Deployment) -> Iterator[tuple[Samples, Samples]]:
+    """What is in use on the GPU, and mapped by pools, until the block ends."""
+    used: Samples = []
+    mapped: Samples = []
     ended, started = threading.Event(), time.monotonic()
 
     def look() -> None:
         with cuda.context(0):
             while not ended.wait(SAMPLE_S):
                 free, total = cuda.call("cuMemGetInfo")
-                samples.append((time.monotonic() - started, (int(total) - int(free)) / MIB))
+                used.append((time.monotonic() - started, (int(total) - int(free)) / MIB))
 
-    thread = threading.Thread(target=look)
-    thread.start()
+    async def ask() -> None:
+        async with Client.connect(deployment) as client:
+            while not ended.is_set():
+                gauges = [gauge for member in await client.refresh() for gauge in member.gauges]
+                nbytes = sum(gauge.value for gauge in gauges if gauge.name == "pool_mapped_nbytes")
+                mapped.append((time.monotonic() - started, nbytes / MIB))
+                await asyncio.sleep(ASK_S)
+
+    threads = [threading.Thread(target=look), threading.Thread(target=lambda: asyncio.run(ask()))]
+    for thread in threads:
+        thread.start()
     try:
-        yield samples
+        yield used, mapped
     finally:
         ended.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
 def measure() -> dict[str, Any]:
     cuda = Driver.load()
-    with TemporaryDirectory(prefix="ferry-") as name, running(Path(name), DEPLOYMENT), cuda.context(0):
+    with TemporaryDirectory(prefix="ferry-") as name, running(Path(name), DEPLOYMENT) as deployment, cuda.context(0):
         folder = Path(name)
         replay(folder, trace((0, REQUESTS)))
         time.sleep(IDLE_S + 1)  # idleness is what is looked at: nobody tells when a chunk is given back
-        with sampled(cuda) as samples:
+        with sampled(cuda, deployment) as (used, mapped):
             summary = replay(folder, trace((0, 1), (BURST_MS, REQUESTS), (LAST_MS, 1)))
             time.sleep(IDLE_S + 1)  # the end of the curve
-    least = min(mib for _, mib in samples)
-    return {"requests": summary["requests"], "samples": [(round(s, 3), mib - least) for s, mib in samples]}
+    least = min(mib for _, mib in used)
+    return {
+        "requests": summary["requests"],
+        "used": [(round(s, 3), mib - least) for s, mib in used],
+        "mapped": [(round(s, 3), mib) for s, mib in mapped],
+    }
 
 
 def draw(found: dict[str, Any], file: str) -> None:
     pyplot: Any = import_module("matplotlib.pyplot")
-    seconds, mib = zip(*found["samples"], strict=True)
+    (seconds, used), (asked, mapped) = (zip(*found[name], strict=True) for name in ("used", "mapped"))
     figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
     axes.axhline(BUDGET_MB + EMBEDDINGS_MB, color="0.5", linestyle="--", linewidth=1)
     axes.annotate(
         "what pools of a fixed size hold all the time", (seconds[0], BUDGET_MB + EMBEDDINGS_MB - 70), color="0.4"
     )
-    axes.plot(seconds, mib, color="#1f6f8b", linewidth=1.5)
-    axes.fill_between(seconds, mib, color="#1f6f8b", alpha=0.15)
-    axes.set(xlabel="s", ylabel="MiB of GPU memory beyond the idle deployment's", ylim=(0, None))
+    axes.plot(seconds, used, color="#1f6f8b", linewidth=1.5, label="in use, beyond the idle deployment's")
+    axes.step(asked, mapped, color="#c8553d", linewidth=1.5, where="post", label="mapped by the pools")
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
+    axes.set(xlabel="s", ylabel="MiB of GPU memory", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file)
+    figure.savefig(file, metadata={"Date": None})
 
 
 def main() -> None:
@@ -121,9 +143,10 @@ def main() -> None:
     found = msgspec.json.decode(options.found.read_bytes()) if options.found else measure()
     if options.json:
         options.json.write_bytes(msgspec.json.encode(found))
-    mib = [each for _, each in found["samples"]]
     print(f"requests: {found['requests']}")
-    print(f"GPU memory beyond the idle deployment's, MiB: at most {max(mib):,.0f}, at the end {mib[-1]:,.0f}")
+    for name, title in (("used", "GPU memory beyond the idle deployment's"), ("mapped", "mapped by its pools")):
+        mib = [each for _, each in found[name]]
+        print(f"{title}, MiB: at first {mib[0]:,.0f}, at most {max(mib):,.0f}, at the end {mib[-1]:,.0f}")
     if options.svg:
         draw(found, options.svg)
 

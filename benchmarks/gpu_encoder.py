@@ -1,4 +1,4 @@
-"""One encoder rank in the pipeline beside the bare tower: `python -m benchmarks.gpu_encoder [--compile] [--json FILE]`.
+"""Encoder ranks in the pipeline beside the bare tower: `python -m benchmarks.gpu_encoder [--ranks N] [--json FILE]`.
 
 On a machine with a GPU, with the `hf` extra. The tower is Qwen3-VL-8B's with seeded weights, in bfloat16. The bare one
 is fed batches that lie ready in GPU memory; only its forward passes count. A deployment, one for each transport, has
@@ -6,7 +6,11 @@ two tokenizers, one encoder rank and a scheduler whose engine does nothing, all 
 make patches at the cost of a copy, and requests of one image each keep it saturated. All images come in the same sizes,
 in the same order. The contenders are up together and take turns, each of which is printed when it is over. Whatever
 happens the whole ends within `--budget` seconds: a deployment that is not up in time is passed over, and there are as
-many rounds as there is time for. `--smoke` is a tiny tower over host memory, to see that everything runs.
+many rounds as there is time for.
+
+`--ranks N` compares deployments of one rank and of N ranks, each on a GPU of its own and with tokenizers and requests
+in proportion, of one transport: more GPUs, or the same ones in turn where there are fewer. `--compile` compiles the
+layers of all. `--smoke` is a tiny tower over host memory, to see that everything runs.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -41,6 +46,7 @@ from tensorferry.stages.adapters.tower import Tower
 
 BARE = "bare tower"
 FLOOR = 0.92
+SCALING = 0.925  #: of what as many single ranks would do
 BATCH_PATCHES = 16384  #: of a call of the tower; as encoder.batch_patches is by default
 BUDGET_S = 95.0  #: for everything
 END_S = 6.0  #: of which so much is for ending the deployments
@@ -58,8 +64,8 @@ transport: {transport}
 gpus: {gpus}
 runtime_dir: {folder}/run
 model: {{adapter: {adapter}, options: {options}}}
-tokenizer: {{workers: {tokenizers}, threads: 4, processor: "benchmarks.gpu_plugins:ReadyPatches"}}
-encoder: {{ranks: 1, threads: 4}}
+tokenizer: {{workers: {tokenizers}, threads: 4, processor: "benchmarks.gpu_plugins:ReadyPatches"{devices}}}
+encoder: {{ranks: {ranks}, threads: 4{devices}}}
 scheduler: {{groups: 1}}
 pool: {{budget_mb: {pool_mb}}}
 embeddings_pool: {{budget_mb: {embeddings_mb}}}
@@ -68,10 +74,21 @@ telemetry: {{log_level: warning}}
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is measured."""
+class Contender:
+    """A deployment."""
 
-    transports: Sequence[str]
+    transport: str
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return self.transport if self.ranks == 1 else f"{self.transport}, {self.ranks} ranks"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured; tokenizers and requests in flight are those of each encoder rank."""
+
+    contenders: Sequence[Contender]
     gpu: bool
     adapter: str
     options: dict[str, str | int | float | bool]
@@ -85,7 +102,7 @@ class Size:
 
 
 GPU = Size(
-    transports=("cuda_ipc", "cuda_vmm", "cpu"),
+    contenders=(Contender("cuda_ipc"), Contender("cuda_vmm"), Contender("cpu")),
     gpu=True,
     adapter='"benchmarks.gpu_plugins:GpuTower"',
     options={"dtype": "bfloat16"},
@@ -98,7 +115,7 @@ GPU = Size(
     embeddings_mb=4096,
 )
 SMOKE = Size(
-    transports=("shm",),
+    contenders=(Contender("shm"),),
     gpu=False,
     adapter="qwen3-vl",
     options={"dtype": "bfloat16", "tiny": True},
@@ -174,7 +191,7 @@ async def measure(size: Size, found: Mapping[str, list[float]], until_s: float, 
     began = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         bare = tasks.create_task(asyncio.to_thread(Bare, size))
-        ups = {name: Up(name, size, pids) for name in size.transports}
+        ups = {str(each): Up(each, size, pids) for each in size.contenders}
         holding = {name: tasks.create_task(up.hold(over)) for name, up in ups.items()}
         try:
             ready = [tasks.create_task(up.ready.wait()) for up in ups.values()]
@@ -197,10 +214,12 @@ async def take_turns(
 ) -> None:
     """As many rounds as there is time for. Whoever does not answer is asked no more."""
 
+    ranks = {str(each): each.ranks for each in size.contenders}
+
     async def one(name: str, turn_s: float) -> float | None:
         try:
             async with asyncio.timeout(turn_s + LATE_S):
-                return await turn(clients[name], turn_s, size.in_flight)
+                return await turn(clients[name], turn_s, size.in_flight * ranks[name])
         except Exception as problem:
             say(f"{name}: {type(problem).__name__}: {problem}")
             del clients[name]
@@ -222,23 +241,28 @@ async def take_turns(
 
 
 def outcome_of(size: Size, found: Mapping[str, Sequence[float]]) -> Outcome:
-    title = f"one encoder rank, {size.in_flight} requests of one image in flight"
+    title = f"encoder ranks, {size.in_flight} requests of one image in flight for each"
     measurements = tuple(measurement(name, "images/s", rates) for name, rates in found.items() if rates)
     outcome = Outcome("gpu_encoder", title, measurements)
-    verdicts = tuple(
-        Verdict.of(f"{name}, share of the bare tower", speedup(outcome, name, BARE), ">=", FLOOR)
-        for name in size.transports
-        if name != "cpu"
-    )
-    return msgspec.structs.replace(outcome, verdicts=verdicts)
+    verdicts = [
+        Verdict.of(f"{each}, share of the bare tower", speedup(outcome, str(each), BARE), ">=", FLOOR)
+        for each in size.contenders
+        if each.ranks == 1 and each.transport != "cpu"
+    ]
+    for each in size.contenders:
+        if each.ranks > 1:
+            alone = str(replace(each, ranks=1))
+            floor = SCALING * each.ranks
+            verdicts.append(Verdict.of(f"{each}, of one rank", speedup(outcome, str(each), alone), ">=", floor))
+    return msgspec.structs.replace(outcome, verdicts=tuple(verdicts))
 
 
 class Up:
     """A deployment in a task of its own."""
 
-    def __init__(self, name: str, size: Size, pids: set[int]) -> None:
+    def __init__(self, contender: Contender, size: Size, pids: set[int]) -> None:
         """pids: its supervisor's is there while it runs."""
-        self._name, self._size, self._pids = name, size, pids
+        self._contender, self._size, self._pids = contender, size, pids
         self.ready = asyncio.Event()  #: it is up, or never will be
         self.client: Client | None = None  #: once it is up
 
@@ -252,7 +276,7 @@ class Up:
                     self.ready.set()
                     await over.wait()
         except Exception as problem:
-            say(f"{self._name}: {type(problem).__name__}: {problem}")
+            say(f"{self._contender}: {type(problem).__name__}: {problem}")
         finally:
             self.client = None
             self.ready.set()
@@ -285,14 +309,16 @@ class Up:
                 self._pids.discard(process.pid)
 
     def _text(self, folder: str) -> str:
-        size = self._size
+        size, ranks = self._size, self._contender.ranks
         return DEPLOYMENT.format(
-            transport=self._name,
+            transport=self._contender.transport,
             folder=folder,
+            ranks=ranks,
+            devices=f", devices: {[rank % torch.cuda.device_count() for rank in range(ranks)]}" if size.gpu else "",
             gpus=str(size.gpu).lower(),
             adapter=size.adapter,
             options=msgspec.json.encode(size.options).decode(),
-            tokenizers=size.tokenizers,
+            tokenizers=size.tokenizers * ranks,
             pool_mb=size.pool_mb,
             embeddings_mb=size.embeddings_mb,
         )
@@ -319,9 +345,11 @@ def within(budget_s: float, size: Size, found: Mapping[str, Sequence[float]], pi
 
 
 async def mean_batch(client: Client) -> float:
-    """Images of a call of the encoder, so far."""
-    [encoder] = [member for member in await client.refresh() if member.stage == "encoder"]
-    gauges = {gauge.name: gauge.value for gauge in encoder.gauges}
+    """Images of a call of an encoder, so far."""
+    gauges: Counter[str] = Counter()
+    for member in await client.refresh():
+        if member.stage == "encoder":
+            gauges.update({gauge.name: gauge.value for gauge in member.gauges})
     return gauges["encoded_items"] / max(1.0, gauges["encode_calls"])
 
 
@@ -332,6 +360,8 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers there too")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="compare N ranks with one")
+    parser.add_argument("--transport", default="cuda_ipc", help="of that comparison; cuda_ipc")
     parser.add_argument("--compile", action="store_true", help="compiled layers, for all; a start takes a minute more")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help=f"seconds for everything; {BUDGET_S:g}")
     parser.add_argument("--smoke", action="store_true", help="a tiny tower over host memory: nothing is measured")
@@ -339,7 +369,10 @@ def main() -> None:
     size = SMOKE if options.smoke else GPU
     if options.compile:
         size = replace(size, options={**size.options, "compile": True})
-    found: dict[str, list[float]] = {name: [] for name in (BARE, *size.transports)}
+    if options.ranks > 1:
+        transport = size.contenders[0].transport if options.smoke else options.transport
+        size = replace(size, contenders=(Contender(transport), Contender(transport, options.ranks)))
+    found: dict[str, list[float]] = {name: [] for name in (BARE, *map(str, size.contenders))}
     pids: set[int] = set()
     with within(options.budget, size, found, pids):
         asyncio.run(measure(size, found, time.monotonic() + options.budget, pids))

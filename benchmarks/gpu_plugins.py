@@ -53,15 +53,16 @@ class ReadyPatches:
 
 
 class GpuTower(Qwen3VL):
-    """Qwen3-VL's tower on the first GPU. Where features come in host memory, as with `transport: cpu`, it takes them up
-    and brings the embeddings down, which is what a server does that has no other transport."""
+    """Qwen3-VL's tower on its rank's GPU, or else on the first. Where features come in host memory, as with `transport:
+    cpu`, it takes them up and brings the embeddings down, which is what a server does that has no other transport."""
 
     def __init__(self, spec: ModelSpec, threads: int) -> None:
         super().__init__(spec, threads)
         self._device = torch.device("cuda", 0)
 
     def warm_up(self, device: int | None) -> None:
-        super().warm_up(0)
+        self._device = torch.device("cuda", device or 0)
+        super().warm_up(device or 0)
 
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
         def taken_up(indices: Sequence[int]) -> View:

@@ -19,7 +19,7 @@ import zmq
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, FerryError, PoolClosed, PoolFull
 from tensorferry.codecs.frames import Limits
-from tensorferry.codecs.memory.cuda_driver import context_is_lost
+from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.memory.cuda_vmm import NoFabric
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
@@ -124,8 +124,8 @@ class Stage:
 
         Its peers see it die, and its requests fail; theirs go on.
         """
-        if context_is_lost(problem):
-            log.critical("gpu_lost", problem=str(problem).partition("\n")[0])
+        if (lost := lost_context(problem)) is not None:
+            log.critical("gpu_lost", problem=str(lost).partition("\n")[0])
             sys.stderr.flush()
             os._exit(1)
 

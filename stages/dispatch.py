@@ -94,8 +94,12 @@ class Dispatch:
         try:
             async with asyncio.TaskGroup() as decoding:
                 tasks = {index: decoding.create_task(process(index, draft)) for index, draft in drafts.items()}
-        except* BadItem as group:
-            raise min((e for e in group.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
+        except ExceptionGroup as group:
+            bad, others = group.split(BadItem)
+            if others is not None:  # not the item's fault
+                raise others.exceptions[0] from None
+            assert bad is not None
+            raise min((e for e in bad.exceptions if isinstance(e, BadItem)), key=lambda e: e.index) from None
         return {index: task.result() for index, task in tasks.items()}
 
     def _write(self, prompt: Prompt, index: int, draft: Draft) -> bytes:

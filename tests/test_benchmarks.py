@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -158,6 +159,20 @@ def test_the_encoders_benchmark_runs_to_its_table(tmp_path: Path) -> None:
     outcome = msgspec.json.decode(file.read_bytes(), type=Outcome)
     assert [found.contender for found in outcome.measurements] == ["bare tower", "shm"]
     assert outcome.title in ran.stdout
+
+
+def test_ranks_are_judged_by_what_one_of_them_does() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
+    from benchmarks.gpu_encoder import BARE, GPU, Contender, outcome_of
+
+    size = replace(GPU, contenders=(Contender("cuda_vmm"), Contender("cuda_vmm", 2), Contender("cuda_vmm", 4)))
+    found = {BARE: [100.0], "cuda_vmm": [90.0], "cuda_vmm, 2 ranks": [170.0], "cuda_vmm, 4 ranks": [330.0]}
+    judged = [(verdict.floor, verdict.limit, verdict.met) for verdict in outcome_of(size, found).verdicts]
+    assert judged == [
+        ("cuda_vmm, share of the bare tower", 0.92, False),
+        ("cuda_vmm, 2 ranks, of one rank", 1.85, True),
+        ("cuda_vmm, 4 ranks, of one rank", 3.7, False),
+    ]
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)

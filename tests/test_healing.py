@@ -38,7 +38,7 @@ name: healing-test
 transport: {transport}
 runtime_dir: {folder}/run
 model: {{adapter: "odd_adapter:Odd", options: {{gate: {folder}/gate}}}}
-tokenizer: {{workers: {tokenizers}, threads: 1}}
+tokenizer: {{workers: {tokenizers}, threads: 1{processor}}}
 encoder: {{ranks: {encoders}, batch_patches: 0}}
 scheduler:
   {{groups: {groups}, tp_size: {tp_size}, attention_tp_size: {tp_size}, batch_tokens: {batch_tokens},
@@ -121,6 +121,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             batch_tokens=65536,
             service_ms=0,
             quarantine_s=20.0,
+            processor="",
         )
         file = tmp_path / "deployment.yaml"
         file.write_text(DEPLOYMENT.format(folder=folder, **usual | settings))
@@ -276,6 +277,22 @@ async def test_b19_what_a_dead_tokenizer_owned_is_sent_again_by_the_client(
         await it.lives_again("tokenizer", 0, pid)
         await results([it.submit() for _ in range(4)])
         await it.gives_all_back()
+
+
+async def test_r10_what_a_tokenizer_owned_that_lost_its_gpu_is_sent_again(
+    run: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A fake: the processor fails as torch does in a process that has no descriptors left."""
+    once = tmp_path / "once"
+    processor = f', processor: "odd_processor:LosesItsGpu", options: {{once: {once}}}'
+    async with run(tokenizers=2, processor=processor) as it:
+        once.touch()
+        await results([it.submit() for _ in range(8)])
+        assert not once.exists()
+        await it.all_live()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "gpu_lost" in line]
+    assert len(lines) == 1
+    assert "OS call failed" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from tensorferry.codecs.errors import LeaseNotReady, LeasePoisoned, StaleLease
-from tensorferry.codecs.memory.cuda_driver import CudaError, context_is_lost
+from tensorferry.codecs.memory.cuda_driver import CudaError, lost_context
 from tensorferry.codecs.messages import Inline, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.reader import Reader
@@ -119,13 +119,25 @@ async def test_a_consumer_that_loses_its_column_meanwhile_is_seen() -> None:
     assert second.asked
 
 
+#: What torch adds to every error of CUDA's, whatever it is.
+FOOTER = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+
+
 @pytest.mark.parametrize(
     ("problem", "lost"),
     [
         (CudaError("cuMemcpyAsync", "CUDA_ERROR_ILLEGAL_ADDRESS"), True),
+        (
+            CudaError("cuMemImportFromShareableHandle", "CUDA_ERROR_OPERATING_SYSTEM"),
+            False,
+        ),  # a peer's handle may be bad
         (CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY"), False),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError(f"CUDA error: OS call failed or operation not supported on this OS\n{FOOTER}"), True),
+        (RuntimeError(f"CUDA error: invalid argument\n{FOOTER}"), False),
+        (ExceptionGroup("items", [ValueError("1"), RuntimeError("CUDA error: unspecified launch failure")]), True),
+        (ExceptionGroup("items", [ValueError("1"), RuntimeError("CUDA out of memory.")]), False),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (RuntimeError("an illegal memory access"), False),
         (ValueError("CUDA error: an illegal memory access was encountered"), False),
@@ -134,4 +146,6 @@ async def test_a_consumer_that_loses_its_column_meanwhile_is_seen() -> None:
     ids=str,
 )
 def test_r10_which_problems_cost_a_process_its_gpu(problem: BaseException, lost: bool) -> None:
-    assert context_is_lost(problem) is lost
+    found = lost_context(problem)
+    assert (found is not None) is lost
+    assert found is None or isinstance(problem, ExceptionGroup) or found is problem

@@ -36,10 +36,11 @@ STICKY = frozenset(
 )
 
 
-_STICKY_TEXTS = (
+_LOST_TEXTS = (
     *("illegal memory access", "misaligned address", "unspecified launch failure", "illegal instruction"),
     *("device-side assert", "hardware stack error", "invalid program counter", "launch timed out"),
     *("invalid address space", "uncorrectable ECC error", "uncorrectable NVLink error", "context is destroyed"),
+    "OS call failed",  # the driver lacks descriptors or memory: not for ever, but one operation fails after the other
 )
 
 
@@ -70,15 +71,18 @@ class CudaError(FerryError):
         return self.name in STICKY
 
 
-def context_is_lost(problem: BaseException) -> bool:
-    """Whether a problem is one after which all GPU work of this process fails, in our words or in torch's.
+def lost_context(problem: BaseException) -> BaseException | None:
+    """The problem, or one of its group, after which all GPU work of this process fails, in our words or in torch's.
 
-    Source of those: torch raises AcceleratorError, a RuntimeError, of "CUDA error: " and cudaGetErrorString.
+    Source of those: torch raises AcceleratorError, a RuntimeError, whose first line is "CUDA error: " and
+    cudaGetErrorString. The lines after it name all sorts of things that are not the matter.
     """
+    if isinstance(problem, BaseExceptionGroup):
+        return next(filter(None, map(lost_context, problem.exceptions)), None)
     if isinstance(problem, CudaError):
-        return problem.sticky
-    text = str(problem) if isinstance(problem, RuntimeError) else ""
-    return "CUDA error: " in text and any(words in text for words in _STICKY_TEXTS)
+        return problem if problem.sticky else None
+    line = str(problem).partition("\n")[0] if isinstance(problem, RuntimeError) else ""
+    return problem if "CUDA error: " in line and any(words in line for words in _LOST_TEXTS) else None
 
 
 class NotLoaded(CudaError):

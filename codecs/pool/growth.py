@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tensorferry.codecs.errors import FerryError, LeaseError
 from tensorferry.codecs.locking import Lock
-from tensorferry.codecs.memory.cuda_driver import context_is_lost
+from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.memory.memory import Growing, Handle
 from tensorferry.codecs.pool.chunks import Chunks
 from tensorferry.codecs.pool.control import AckPage, ControlPage
@@ -199,7 +199,7 @@ class Growth:
                 self.chunks.failed(position)
                 self.refused += 1
                 self._refused_until_ns = self._not_before_ns = time.monotonic_ns() + int(REFUSED_S * 1e9)
-                if context_is_lost(problem):
+                if lost_context(problem) is not None:
                     self._lost = problem
             return False
         with self._lock():

@@ -53,7 +53,9 @@ class Packed:
         self._compiled: Block | None = None
         if compile:
             # Parameters keep their sizes, so all layers share what is compiled; nothing else is taken for constant.
-            self._compiled = torch.compile(packing.block, dynamic=True, fullgraph=True)
+            # Padding of shapes would be: it compares the number of patches with what the GPU can do.
+            options: dict[str, Any] = {"shape_padding": False}
+            self._compiled = torch.compile(packing.block, dynamic=True, fullgraph=True, options=options)
         self._refused = 0
 
     def warmed_up(self) -> None:

@@ -507,8 +507,9 @@ def test_the_watch_over_host_waits_sees_them(torch: Any, no_host_waits: Any) -> 
         lambda: Driver.load().synchronize(0),
     ]
     for wait in planted:
-        with pytest.raises((AssertionError, RuntimeError)), no_host_waits():
-            wait()
+        for compiled in (False, True):
+            with pytest.raises((AssertionError, RuntimeError)), no_host_waits(compiled=compiled):
+                wait()
 
 
 def test_l1_no_host_wait_between_publish_and_ack(torch: Any, shop: Shop, no_host_waits: Any, until: Any) -> None:

@@ -193,7 +193,7 @@ def test_compiled_ones_too(
             exact, near = plain.numbers(batch, exact=True), plain.numbers(batch, exact=False)
             wrong += faults(compiled, batch, exact, near)
             try:
-                with no_host_waits():
+                with no_host_waits(compiled=True):
                     compiled.forward(batch)
             except (RuntimeError, AssertionError) as problem:  # torch's, and the fixture's
                 wrong.append(f"{batch}: the host waits: {type(problem).__name__}: {problem}")
