@@ -20,7 +20,7 @@ from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline.broker import recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
-from tensorferry.pipeline.stage import RECYCLE_PERIOD_S
+from tensorferry.pipeline.config import PoolSpec
 from tensorferry.pipeline.supervisor import COPY_VARIABLES
 
 _REQUEST, _HASH = bytes(16), bytes(16)
@@ -64,7 +64,7 @@ class _Ours:
             outbox = Outbox(context, setup.address, "consumer")
             undo.callback(outbox.close)
             if pool is not None:
-                recycler = asyncio.get_running_loop().create_task(recycle(pool, RECYCLE_PERIOD_S))
+                recycler = asyncio.get_running_loop().create_task(recycle(pool, PoolSpec().recycle_s))
                 undo.callback(recycler.cancel)
             yield Publisher(pool), outbox, column
 

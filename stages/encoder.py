@@ -27,8 +27,9 @@ from tensorferry.codecs.publisher import Draft
 from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import REPORTS, Peer
+from tensorferry.pipeline.share import PoolShare
 from tensorferry.pipeline.spans import Exporter
-from tensorferry.pipeline.stage import PoolShare, Stage, opened
+from tensorferry.pipeline.stage import Stage, opened
 from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter

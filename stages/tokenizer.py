@@ -29,8 +29,9 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels import FrontDoor
 from tensorferry.pipeline.config import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
+from tensorferry.pipeline.share import PoolShare
 from tensorferry.pipeline.spans import Exporter
-from tensorferry.pipeline.stage import FLUSH_S, PoolShare, Stage, opened
+from tensorferry.pipeline.stage import FLUSH_S, Stage, opened
 from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.dispatch import Dispatch

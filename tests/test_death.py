@@ -43,7 +43,7 @@ from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.reader import Reader
 from tensorferry.pipeline.config import Deployment, LimitsSpec, TimeoutsSpec
-from tensorferry.pipeline.stage import _forget
+from tensorferry.pipeline.upkeep import forget
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 20.0
@@ -521,7 +521,7 @@ async def test_c3_a_dead_producer_s_pool_is_unmapped_once_its_requests_are_over(
     with Reader() as reader:
         deployment = Deployment(name="forgetting", timeouts=timeouts, limits=limits)
         stage: Any = SimpleNamespace(reader=reader, deployment=deployment)
-        forgetting = asyncio.create_task(_forget(stage))
+        forgetting = asyncio.create_task(forget(stage))
         await asyncio.sleep(0)
         before = belongings()
         producers = [start_peer(), start_peer()]

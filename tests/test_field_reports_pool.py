@@ -56,7 +56,7 @@ from tensorferry.pipeline.broker import Broker, recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.config import Deployment, LimitsSpec, load
-from tensorferry.pipeline.stage import PoolShare, _FallbackWarning
+from tensorferry.pipeline.share import FallbackWarning
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import Counters
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
@@ -151,9 +151,8 @@ async def test_b01_a_slow_consumer_costs_no_memory_and_reclaim_needs_no_traffic(
 def test_b03_seven_images_that_do_not_fit_go_inline_with_one_warning() -> None:
     processor = make_processor("qwen2-vl", {}, LimitsSpec())
     counters = Counters()
-    share = PoolShare(MIB, 8, 0, "pool.budget_mb")
     with Pool.create(MIB, 8) as pool, capture_logs() as logs:
-        publisher = Publisher(pool, inline_below_nbytes=0, on_fallback=_FallbackWarning(counters, share))
+        publisher = Publisher(pool, inline_below_nbytes=0, on_fallback=FallbackWarning(counters, "pool.budget_mb"))
         plan = processor.plan(photo(1120, 700, 0))
         wanted = View.empty(plan.dtype, plan.shape)
         for seed in range(7):

@@ -40,7 +40,7 @@ from tensorferry.codecs.pool.mail import Letter
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
-from tensorferry.pipeline import stage
+from tensorferry.pipeline import attaching
 from tensorferry.pipeline.broker import Broker, attach
 from tensorferry.pipeline.post import Post
 
@@ -665,12 +665,12 @@ async def test_p3_a_stage_ends_rather_than_read_less_than_was_chosen(
     async def refuse(*_: object, **__: object) -> int:
         raise NoFabric("cuMemCreate: CUDA_ERROR_NOT_PERMITTED")
 
-    monkeypatch.setattr(stage.broker, "attach", refuse)
+    monkeypatch.setattr(attaching.broker, "attach", refuse)
     origin, description = Origin("tokenizer", 0, 5), PoolDescription(6, "cuda_vmm", CHUNK, 8, CHUNK)
     peers: Any = SimpleNamespace(origin=origin, attached=lambda origin, refusal: None)
     with pytest.RaisesGroup(pytest.RaisesExc(NoFabric, match="IMEX daemon")):
         async with asyncio.TaskGroup() as tasks:
-            stage._attach(tasks, peers, reader, {}, PoolAnnouncement(origin, description, "/broker"))
+            attaching.Attaching(reader, tasks).begin(PoolAnnouncement(origin, description, "/broker"), peers)
 
 
 # --- everything at once -----------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import AttachRefused, PeerGone
+from tensorferry.pipeline import attaching as attaching_module
 from tensorferry.pipeline import peers as module
-from tensorferry.pipeline import stage as stage_module
+from tensorferry.pipeline.attaching import Attaching
 from tensorferry.pipeline.peers import Peers
 from tensorferry.stages.request import Life
 
@@ -329,17 +330,17 @@ async def test_a_pool_that_is_announced_again_while_it_is_being_attached_is_atta
         attached.append(pool)
         await go_on.wait()
 
-    monkeypatch.setattr(stage_module.broker, "attach", attach)
+    monkeypatch.setattr(attaching_module.broker, "attach", attach)
     announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
     peers: Any = SimpleNamespace(origin=ME, attached=lambda origin, refusal: answered.append(refusal))
     reader: Any = SimpleNamespace(pools=frozenset())
-    attaching: dict[int, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as tasks:
+        attaching = Attaching(reader, tasks)
         for _ in range(3):
-            stage_module._attach(tasks, peers, reader, attaching, announcement)
+            attaching.begin(announcement, peers)
             await asyncio.sleep(0)
         go_on.set()
-    assert (attached, answered, attaching) == ([5], [""], {})
+    assert (attached, answered) == ([5], [""])
 
 
 async def test_a_pool_that_cannot_be_mapped_is_tried_again_and_each_reason_is_told_once(
@@ -353,15 +354,15 @@ async def test_a_pool_that_cannot_be_mapped_is_tried_again_and_each_reason_is_to
         if (reason := next(reasons)) is not None:
             raise reason
 
-    monkeypatch.setattr(stage_module.broker, "attach", attach)
-    monkeypatch.setattr(stage_module, "ATTACH_AGAIN_S", 0.001)
+    monkeypatch.setattr(attaching_module.broker, "attach", attach)
+    monkeypatch.setattr(attaching_module, "AGAIN_S", 0.001)
     announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
     peers: Any = SimpleNamespace(
         origin=ME, attached=lambda origin, refusal: answered.append(refusal), living=lambda epoch: True
     )
     reader: Any = SimpleNamespace(pools=frozenset())
     async with asyncio.timeout(QUARANTINE_S), asyncio.TaskGroup() as tasks:
-        stage_module._attach(tasks, peers, reader, {}, announcement)
+        Attaching(reader, tasks).begin(announcement, peers)
     assert answered == ["no memory", "it cannot be reached: Too many open files", ""]
 
 
@@ -372,13 +373,13 @@ async def test_the_pool_of_one_that_has_died_is_not_tried_again(monkeypatch: pyt
         tried.append(pool)
         raise AttachRefused("no memory")
 
-    monkeypatch.setattr(stage_module.broker, "attach", attach)
-    monkeypatch.setattr(stage_module, "ATTACH_AGAIN_S", 0.001)
+    monkeypatch.setattr(attaching_module.broker, "attach", attach)
+    monkeypatch.setattr(attaching_module, "AGAIN_S", 0.001)
     announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
     peers: Any = SimpleNamespace(origin=ME, attached=lambda origin, refusal: None, living=lambda epoch: None)
     reader: Any = SimpleNamespace(pools=frozenset())
     async with asyncio.timeout(QUARANTINE_S), asyncio.TaskGroup() as tasks:
-        stage_module._attach(tasks, peers, reader, {}, announcement)
+        Attaching(reader, tasks).begin(announcement, peers)
     assert tried == [5]
 
 

@@ -1,0 +1,71 @@
+"""What a stage process does now and then, whatever its stage: heartbeats, and letting go of what nobody needs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+import zmq
+
+from tensorferry.codecs.errors import FerryError
+
+if TYPE_CHECKING:
+    from tensorferry.pipeline.stage import Stage
+
+log = structlog.get_logger()
+
+UPKEEP_S = 1.0  #: between two looks at what peers' elastic pools have retired, at most
+
+
+async def beat(stage: Stage) -> None:
+    """Say that this process lives, and see that whoever is started later can find it."""
+    well = True
+    while True:
+        stage.peers.beat(stage.in_flight(), stage.gauges())
+        try:
+            _mend(stage)
+            well = True
+        except (FerryError, OSError, zmq.ZMQError) as problem:
+            if well:
+                log.error("runtime_directory_lost", problem=str(problem), remedy="nobody new can connect meanwhile")
+            well = False
+        await asyncio.sleep(stage.deployment.timeouts.heartbeat_s)
+
+
+def _mend(stage: Stage) -> None:
+    """Make anew what somebody has removed from the runtime directory, such as a cleaner of /tmp: whoever is started
+    later looks for us there. Raises FerryError, OSError, ZMQError."""
+    origin = stage.origin
+    if not stage.runtime.lock(origin.stage, origin.rank).exists():
+        stage.locks.enter_context(stage.runtime.own(origin.stage, origin.rank))
+        log.warning("lock_file_made_again", directory=str(stage.runtime.directory))
+    for mend in stage.mends:
+        if mend():
+            log.warning("socket_file_made_again", directory=str(stage.runtime.directory))
+
+
+async def forget(stage: Stage) -> None:
+    """Unmap the pools of dead producers, as soon as no request that they had a part in can be left; and the chunks that
+    the living have retired."""
+    seen_at: dict[int, float] = {}
+    while True:
+        if stage.deployment.transport == "cuda_vmm":
+            await _keep_up(stage)
+        now = time.monotonic()
+        seen_at = {pool: seen_at.get(pool, now) for pool in stage.reader.orphans()}
+        for pool, at in seen_at.items():
+            if now - at > stage.deployment.limits.request_timeout_s:
+                await asyncio.to_thread(stage.reader.detach, pool)
+                log.info("pool_forgotten", pool=pool)
+        await asyncio.sleep(min(UPKEEP_S, stage.deployment.timeouts.heartbeat_s))
+
+
+async def _keep_up(stage: Stage) -> None:
+    try:
+        await asyncio.to_thread(stage.reader.upkeep)
+    except FerryError as problem:  # of one chunk; whoever needs it is told again
+        stage.outlive(problem)
+        stage.counters.count("chunks_unmapped")
+        log.warning("chunk_not_mapped", problem=str(problem))
