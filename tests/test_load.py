@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import time
 from io import BytesIO
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from PIL import Image
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import MIB, LimitsSpec, load
+from tensorferry.pipeline.marks import reached
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.load import Load, Overload, Rate
 
 LIMITS = LimitsSpec(in_flight_requests=4, in_flight_items=10, in_flight_mb=1)
 PATIENCE_S = 60.0
+PING_S = 2.0  #: 200 ms are expected
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,32 @@ async def test_b43_a_flood_of_images_meets_busy_and_memory_stays_under_the_cap()
             grown = {pid: (_peak_nbytes(pid) - before[pid]) / MIB for pid in pids}
             # The cap, its bytes once more in ZeroMQ's hands and in the batch of the adapter, and the allocator's waste.
             assert max(grown.values()) < 4 * cap_mb, grown
+
+
+@pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
+async def test_b43_who_asks_is_answered_while_large_images_are_decoded() -> None:
+    """Decoding is beside the event loop: on it, there would be at most one answer after each image."""
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    with BytesIO() as file_of:
+        Image.fromarray(pixels).resize((4000, 3000)).save(file_of, "JPEG")
+        image = file_of.getvalue()
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(
+            f"name: pings\ntransport: shm\nruntime_dir: {folder}/run\nmodel: {{adapter: fingerprint}}\n"
+            "tokenizer: {workers: 1, threads: 2, options: {max_pixels: 262144}}\npool: {budget_mb: 64}\n"
+            "telemetry: {log_level: error}\n"
+        )
+        deployment = load(file)
+        async with Supervisor.running(deployment, file), Client.connect(deployment) as client:
+            asked, answered_ns = client.submit_nowait([image] * 8, deadline_s=PATIENCE_S), []
+            while not asked.done():
+                await client.refresh(PING_S)
+                answered_ns.append(time.monotonic_ns())
+            result = asked.result()
+            assert isinstance(result, wire.Result)
+            at = reached(result.marks)
+            assert sum(at["planned"] < ns < at["processed"] for ns in answered_ns) > 3 * 8
 
 
 def _peak_nbytes(pid: int) -> int:
