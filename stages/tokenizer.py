@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import structlog
@@ -34,6 +33,7 @@ from tensorferry.pipeline.spans import Exporter
 from tensorferry.pipeline.stage import FLUSH_S, Stage, opened
 from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
+from tensorferry.stages.clients import Clients
 from tensorferry.stages.dispatch import Dispatch
 from tensorferry.stages.load import Load, Overload, Rate
 from tensorferry.stages.processors.base import Processor
@@ -48,7 +48,6 @@ from tensorferry.stages.tombstones import Tombstones
 
 log = structlog.get_logger()
 
-MOST_CLIENTS = 4096  #: that are told of changes; one that is forgotten greets again, and some leave without a word
 RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
 MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
 MOST_REPORTED = 8  #: failures of a request that were said to be worth a retry, before one is believed to be its own
@@ -114,7 +113,7 @@ class Tokenizer:
         self._load = Load(self._limits)
         self._rate = Rate(self._limits.client_requests_per_s)
         self._over = Tombstones(stage.deployment.limits.request_timeout_s)
-        self._clients: dict[bytes, float] = {}  # when each was last known to be there, the longest ago first
+        self._clients = Clients(door, self._members, stage.deployment.timeouts.quarantine_s, stage.counters)
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = self._draining = False
@@ -142,17 +141,16 @@ class Tokenizer:
                 else:
                     self._stage.counters.count("cancels_late")
             case wire.Hello():
-                self._greeted(client)
+                self._clients.greeted(client)
             case wire.Drained():
-                self._clients.pop(client, None)
+                self._clients.left(client)
             case other:
                 self._stage.refused(BadMessage(f"a client sent {type(other).__name__}"))
 
     def open(self) -> None:
         """Everybody was there once: from now on requests are taken while enough of them are."""
         self._open = True
-        for client in list(self._clients):
-            self._answer(client, self._members())
+        self._clients.tell()
 
     @property
     def _able(self) -> bool:
@@ -166,8 +164,7 @@ class Tokenizer:
             for request in self._requests.values():
                 if self._lost_schedulers(request) or self._lost_items(request):
                     request.news.set()
-            for client in list(self._clients):
-                self._answer(client, self._members())
+            self._clients.tell()
 
     async def drain(self) -> None:
         """Take no more requests, and wait for those that are owned."""
@@ -184,7 +181,7 @@ class Tokenizer:
         if self._over.covers(submit.request, submit.attempt):
             self._stage.counters.count("submits_repeated")
             used = BadRequest("this request id was answered already: use a new id, or a higher attempt")
-            self._answer(client, wire.Failed(submit.request, submit.attempt, self._failure(used, 0.0)))
+            self._clients.answer(client, wire.Failed(submit.request, submit.attempt, self._failure(used, 0.0)))
             return
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
@@ -200,39 +197,16 @@ class Tokenizer:
             self._load.take((submit.request, submit.attempt), items, sum(len(frame) for frame in frames))
         except Overload as full:
             self._stage.counters.count("requests_busy")
-            self._answer(client, wire.Busy(submit.request, submit.attempt, full.retry_ms, full.reason))
+            self._clients.answer(client, wire.Busy(submit.request, submit.attempt, full.retry_ms, full.reason))
             return
         task = self._stage.tasks.create_task(self.serve(client, submit, frames), name=submit.request.hex())
         context = submit.context if self._spans is None else new_context(submit)
         self._requests[submit.request] = Request(client, submit, task, context)
         self._idle.clear()
 
-    def _greeted(self, client: bytes) -> None:
-        """Remember a client, and look after the two that were silent longest: one that died has said no good-bye."""
-        now, members = time.monotonic(), self._members()
-        silent_before = now - self._stage.deployment.timeouts.quarantine_s
-        silent = [known for known, at in islice(self._clients.items(), 2) if at < silent_before]
-        for known in (*silent, client):
-            self._clients.pop(known, None)
-            if self._answer(known, members):
-                self._clients[known] = now
-        if len(self._clients) > MOST_CLIENTS:
-            del self._clients[next(iter(self._clients))]
-
     def _is_of(self, request: Request, client: bytes) -> bool:
         """Whether a request is this client's; one that has connected again is another to us, and knows its id."""
-        return request.client == client or not self._answer(request.client, self._members())
-
-    def _answer(self, client: bytes, message: wire.Message) -> bool:
-        """False: there is nobody to take it."""
-        try:
-            self._door.send_nowait(client, message)
-        except (PeerGone, PeerBusy) as problem:
-            self._clients.pop(client, None)
-            self._stage.counters.count("answers_undeliverable")
-            log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))
-            return False
-        return True
+        return request.client == client or not self._clients.is_there(request.client)
 
     def _members(self) -> wire.Members:
         peers, origin = self._stage.peers, self._stage.origin
@@ -272,7 +246,7 @@ class Tokenizer:
                 del self._requests[submit.request]
             if not self._requests:
                 self._idle.set()
-            self._answer(client, outcome)
+            self._clients.answer(client, outcome)
             self._tell(request, outcome, marks)
             self._log(outcome, marks["received"])
 

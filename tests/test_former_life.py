@@ -11,6 +11,7 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.tensors import CODES
+from tensorferry.stages.clients import Clients
 from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.request import Life, Request
 from tensorferry.stages.scheduler import Scheduler
@@ -141,23 +142,19 @@ async def test_b26_b27_a_report_that_cannot_be_of_this_request_ends_nothing(
 def test_b22_clients_that_left_without_a_word_are_forgotten() -> None:
     """However many: each one that comes looks after two that were silent; those that live and are silent stay."""
     gone: set[bytes] = set()
-    owner: Any = object.__new__(Tokenizer)
 
     def send(client: bytes, message: wire.Message) -> None:
         if client in gone:
             raise PeerGone("client", "has disconnected")
 
-    owner._door = SimpleNamespace(send_nowait=send)
-    timeouts = SimpleNamespace(quarantine_s=0.0)
-    counters = SimpleNamespace(count=lambda name: None)
-    owner._stage = SimpleNamespace(deployment=SimpleNamespace(timeouts=timeouts), counters=counters)
-    owner._members = lambda: None
-    owner._clients = {}
-    hello = wire.Hello(wire.PROTOCOL_VERSION, wire.Origin("client", 0, 1), "client")
+    door: Any = SimpleNamespace(send_nowait=send)
+    members: Any = lambda: None  # noqa: E731
+    counters: Any = SimpleNamespace(count=lambda name: None)
+    clients = Clients(door, members, 0.0, counters)
     for number in range(1000):
         client = number.to_bytes(5, "big")
-        owner._take(client, hello, (), client)
+        clients.greeted(client)
         if number % 100:
             gone.add(client)
-    assert set(owner._clients) - gone == {number.to_bytes(5, "big") for number in range(0, 1000, 100)}
-    assert len(owner._clients) <= 20
+    assert set(clients._known) - gone == {number.to_bytes(5, "big") for number in range(0, 1000, 100)}
+    assert len(clients._known) <= 20
