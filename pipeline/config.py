@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
-from unicodedata import category
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -16,8 +14,8 @@ from msgspec import Meta
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.transport import GPU_TRANSPORTS, not_yet
-from tensorferry.pipeline.document import OVERRIDE, Document, Keys
-from tensorferry.pipeline.endpoint import is_loopback, is_wildcard, listening_host, reachable_host
+from tensorferry.pipeline.contradictions import contradictions
+from tensorferry.pipeline.document import OVERRIDE, Document
 from tensorferry.pipeline.migration import Tell, migrated
 from tensorferry.pipeline.yamlfile import apply_overrides, emit, read
 
@@ -184,7 +182,7 @@ def load(
     """
     document = migrated(apply_overrides(read(Path(path)), settings), environ, tell)
     deployment = _with_paths(document, document.decode(Deployment))
-    for problem, keys in _contradictions(deployment):
+    for problem, keys in contradictions(deployment, _processes(deployment)):
         raise document.error(problem, *keys)
     try:
         check(deployment)
@@ -267,148 +265,6 @@ def require_available(deployment: Deployment) -> None:
     if deployment.nodes > 1:
         problem = f"{deployment.nodes} nodes come with a later version; use 1 until then"
         raise ConfigError(where, None, "nodes", problem)
-
-
-def _contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
-    """Problems that no single value has, each with the keys that may be to blame, the likeliest first."""
-    if problem := _bad_name(d.name):
-        yield problem, [("name",)]
-    if d.scheduler.tp_size % d.scheduler.attention_tp_size:
-        yield (
-            f"{d.scheduler.attention_tp_size} does not divide scheduler.tp_size, {d.scheduler.tp_size}; "
-            "make it a divisor",
-            [("scheduler", "attention_tp_size"), ("scheduler", "tp_size")],
-        )
-    for pool, budget_mb, sharers, processes in (
-        ("pool", d.pool.budget_mb, ("tokenizer", "workers"), d.tokenizer.workers),
-        ("embeddings_pool", d.embeddings_pool.budget_mb, ("encoder", "ranks"), d.encoder.ranks),
-    ):
-        least_mb = 2 if d.transport == "cuda_vmm" else 1  # GPU memory comes in chunks of 2 MiB
-        if d.transport != "cpu" and budget_mb < processes * least_mb:
-            yield (
-                f"{budget_mb} MiB over {processes} {'.'.join(sharers)} leaves less than {least_mb} MiB for each; raise "
-                f"the budget to {processes * least_mb} or more, or start fewer",
-                [(pool, "budget_mb"), sharers],
-            )
-    if d.limits.item_mb > d.limits.request_mb:
-        yield (
-            f"{d.limits.item_mb} MiB is more than a whole request may have, limits.request_mb: "
-            f"{d.limits.request_mb}; lower the one or raise the other",
-            [("limits", "item_mb"), ("limits", "request_mb")],
-        )
-    if d.timeouts.quarantine_s <= d.timeouts.heartbeat_s:
-        yield (
-            f"{d.timeouts.quarantine_s} s is no longer than timeouts.heartbeat_s, {d.timeouts.heartbeat_s} s, so every "
-            "peer would be quarantined; make it several heartbeats",
-            [("timeouts", "quarantine_s"), ("timeouts", "heartbeat_s")],
-        )
-    if d.nodes > 1 and d.transport in ("shm", "cuda_ipc"):
-        yield (
-            f"{d.transport} works within one node, and nodes is {d.nodes}; use cuda_vmm, cpu or auto, or nodes: 1",
-            [("transport",), ("nodes",)],
-        )
-    if d.transport == "cuda_vmm" and d.pp_size != 1:
-        yield (
-            f"cuda_vmm needs pp_size 1, not {d.pp_size}; use cuda_ipc, shm, cpu or auto",
-            [("transport",), ("pp_size",)],
-        )
-    if d.transport != "cuda_vmm" and d.pool.acknowledge == "messages":
-        yield (
-            f"messages, beside transport: {d.transport}; only cuda_vmm can do without shared pages: set transport: "
-            "cuda_vmm, or leave pool.acknowledge away",
-            [("pool", "acknowledge"), ("transport",)],
-        )
-    if d.transport in GPU_TRANSPORTS and not d.gpus:
-        yield (
-            f"false, beside transport: {d.transport}; use shm, cpu or auto, or leave gpus away",
-            [("gpus",), ("transport",)],
-        )
-    yield from _network_contradictions(d)
-    if d.telemetry.otlp_endpoint is not None and (problem := _bad_endpoint(d.telemetry.otlp_endpoint)):
-        yield problem, [("telemetry", "otlp_endpoint")]
-    port, processes = d.telemetry.prometheus_port, _processes(d)
-    if port is not None and port + processes - 1 > 65535:
-        yield (
-            f"{port} and one port more for each of {processes} processes goes beyond 65535; use {65536 - processes} "
-            "or less",
-            [("telemetry", "prometheus_port")],
-        )
-
-
-def _network_contradictions(d: Deployment) -> Iterator[tuple[str, list[Keys]]]:
-    network, keys = d.network, d.security.keys
-    bind_key: Keys = ("network", "bind")
-    if network.bind is None:
-        for problem, key in (
-            (keys is not None, ("security", "keys")),
-            (network.advertise is not None, ("network", "advertise")),
-            (network.inboxes != "ipc", ("network", "inboxes")),
-        ):
-            if problem:
-                said = keys if key[0] == "security" else getattr(network, key[1])
-                yield (
-                    f"{said} is for sockets on a network, and there are none without network.bind; set that too",
-                    [key],
-                )
-        return
-    try:
-        host = listening_host(network.bind)
-    except ValueError as problem:
-        yield str(problem), [bind_key]
-        return
-    try:
-        reachable_host(network.advertise if network.advertise is not None else network.bind)
-    except ValueError as problem:
-        if network.advertise is not None or not is_wildcard(host):
-            yield str(problem), [("network", "advertise"), bind_key]
-        else:
-            yield (
-                f"{network.bind} is every interface, and clients need one address; set network.advertise to a name or "
-                "address that they reach",
-                [bind_key],
-            )
-    if keys is None and not is_loopback(host):
-        yield (
-            f"{network.bind} can be reached from other machines, and nothing says who may connect; run `tensorferry "
-            "keys new DIR` and set security.keys: DIR, or bind to 127.0.0.1",
-            [bind_key],
-        )
-    ports = d.tokenizer.workers + (_processes(d) if network.inboxes == "tcp" else 0)
-    last = network.port + ports - 1
-    if last > 65535:
-        yield (
-            f"{network.port} and the {ports} sockets from there on go beyond 65535; use {65536 - ports} or less",
-            [("network", "port")],
-        )
-    metrics = d.telemetry.prometheus_port
-    if metrics is not None and network.port <= metrics + _processes(d) - 1 and metrics <= last:
-        yield (
-            f"{network.port} to {last} meet the ports of metrics, which start at telemetry.prometheus_port, {metrics}; "
-            "move one of them",
-            [("network", "port"), ("telemetry", "prometheus_port")],
-        )
-
-
-def _bad_endpoint(endpoint: str) -> str | None:
-    """Why spans cannot be sent to this URL."""
-    try:
-        parts = urlsplit(endpoint)
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a bracket that is not closed
-        sound = False
-    if not sound or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
-        return f"{endpoint!a} is no URL of a receiver; write one like http://127.0.0.1:4318"
-    if parts.username is not None or parts.query or parts.fragment:
-        return f"{endpoint!a} has more than a host, a port and a path; leave the rest away"
-    return None
-
-
-def _bad_name(name: str) -> str | None:
-    """Why this cannot name a deployment, whose name shows up in logs and, hashed, in file names."""
-    bad = next((one for one in name if one == "/" or category(one) in ("Cc", "Zl", "Zp")), None)
-    if bad is not None:
-        return f"{name!a} has the character {bad!a}; leave it out"
-    return f"{name!a} is blank; give the deployment a name" if not name.strip() else None
 
 
 def _processes(d: Deployment) -> int:
