@@ -29,7 +29,7 @@ from tensorferry.stages.engines import registry
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import Rows, TextEncoder
-from tensorferry.stages.scheduler import token_bytes
+from tensorferry.stages.splice import token_bytes
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
 

@@ -30,8 +30,8 @@ from tensorferry.pipeline.config import Deployment, TelemetrySpec, load
 from tensorferry.pipeline.spans import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import Counters
-from tensorferry.stages.scheduler import splice
 from tensorferry.stages.spans import Ended, new_context
+from tensorferry.stages.splice import splice
 
 service = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="pip install 'tensorferry[otel]'"
