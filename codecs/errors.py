@@ -11,6 +11,18 @@ class FerryError(Exception):
     """Something a user of tensorferry can be told about."""
 
 
+def text_of(problem: BaseException, most: int = 4096) -> str:
+    """What a problem says, as it can travel: at most so many characters, what is no Unicode text escaped.
+
+    Plug-ins raise whatever they like, also what cannot be put into words.
+    """
+    try:
+        text = str(problem)
+    except Exception as another:
+        text = f"({type(another).__name__} while it was put into words)"
+    return text.encode(errors="backslashreplace").decode()[:most]
+
+
 # --- the request is at fault -------------------------------------------------------------------------
 
 
@@ -27,6 +39,12 @@ class BadItem(RequestError):
 
     def __str__(self) -> str:
         return f"item {self.index}: {self.problem}"
+
+
+def item_of(problem: BaseException, items: int) -> int:
+    """The item, of so many, that a failure names; -1: none, or one that there is not."""
+    given = problem.index if isinstance(problem, BadItem) else -1
+    return given if type(given) is int and 0 <= given < items else -1
 
 
 class BadRequest(RequestError):

@@ -269,7 +269,7 @@ class Reader:
             order, nbytes = self._readable(use)
             data = use.imported.memory.lend(proxy.offset, nbytes, order)
             use.order = order
-            return View(data, dtype_of(proxy.dtype), proxy.shape, order)
+            return View(data, dtype_of(proxy.dtype), proxy.shape, order, read_only=use.imported.memory.on_host)
 
     def _copy(self, use: _Use, into: View) -> None:
         proxy = use.proxy

@@ -92,19 +92,28 @@ class View:
 
     `data` is a one-dimensional uint8 array over the bytes (a torch tensor if they are in GPU memory); it, and
     whatever `numpy()` and `torch()` return, is valid only as long as the lease or message it came from. A
-    consumer's view of a host pool is mapped read-only: a store through it is a segmentation fault, not a silent change.
+    consumer's view of a host pool is mapped read-only: numpy raises ValueError at a store, and torch, which knows no
+    such tensors, ends in a segmentation fault, not in a silent change.
     In GPU memory it is valid for what is queued on the stream that was current when the view was handed out; call
     `join` after queueing reads or writes of it on another one.
     """
 
-    __slots__ = ("_order", "data", "dtype", "shape")
+    __slots__ = ("_order", "_read_only", "data", "dtype", "shape")
 
-    def __init__(self, data: Bytes, dtype: str, shape: tuple[int, ...], order: Order = HOST_ORDER) -> None:
+    def __init__(
+        self,
+        data: Bytes,
+        dtype: str,
+        shape: tuple[int, ...],
+        order: Order = HOST_ORDER,
+        *,
+        read_only: bool = False,
+    ) -> None:
         nbytes = nbytes_of(dtype, shape)
         if data.nbytes != nbytes:
             raise BadTensor(f"shape {shape} of {dtype} needs {nbytes} bytes, not {data.nbytes}")
         self.data, self.dtype, self.shape = data, dtype, shape
-        self._order = order
+        self._order, self._read_only = order, read_only
 
     def __repr__(self) -> str:
         return f"View({self.dtype}, {self.shape})"
@@ -131,6 +140,8 @@ class View:
         if dtype is None:
             raise UnsupportedDtype(self.dtype, "is none of numpy's; use .torch()")
         array: npt.NDArray[Any] = self.data.view(dtype).reshape(self.shape)
+        if self._read_only:
+            array.flags.writeable = False
         return array
 
     def torch(self) -> torch.Tensor:
@@ -163,7 +174,8 @@ class View:
         """Rows `start` to `stop` of a tensor of one dimension at least, over the same bytes."""
         nbytes = self.nbytes // self.shape[0] if self.shape[0] else 0
         shape = (stop - start, *self.shape[1:])
-        return View(self.data[start * nbytes : stop * nbytes], self.dtype, shape, self._order)
+        data = self.data[start * nbytes : stop * nbytes]
+        return View(data, self.dtype, shape, self._order, read_only=self._read_only)
 
     def host(self) -> View:
         """The same tensor in host memory: this one, or a copy of GPU memory, which this thread waits for."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, FerryError
+from tensorferry.codecs.errors import BadItem, FerryError, item_of, text_of
 from tensorferry.codecs.publisher import Draft, Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import View
@@ -17,6 +17,8 @@ from tensorferry.stages.embeddings import Content, EmbeddingCache, Outputs
 from tensorferry.stages.features import Features
 from tensorferry.stages.jobs import Job, JobItem
 from tensorferry.stages.staging import wait_ready
+
+MOST_NAME = 64  #: characters of an output's name, as `messages.Name` has it
 
 
 @dataclass(slots=True)
@@ -128,13 +130,22 @@ class Call:
         """What is to be sent for a request, in its own order; after `run`."""
         return self._made[job]
 
+    def understood(self, problem: Exception) -> Exception:
+        """What was raised; of an item that the adapter was not given, in other words."""
+        if isinstance(problem, BadItem) and item_of(problem, len(self._owners)) < 0:
+            said = (
+                f"the adapter raised BadItem for item {problem.index!r:.80} of {len(self._owners)}: {text_of(problem)}"
+            )
+            return ValueError(said)
+        return problem
+
     def at_fault(self, problem: Exception) -> dict[Job, Exception]:
         """Whom a failure of `run`, of what it returned, or of `wait_ready` is due to, each with the error in its own
         terms; empty: who knows."""
         if self._lost is not None:
             owners = self._owners[self._lost][:1]  # another's features of equal content may be sound
-        elif isinstance(problem, BadItem) and 0 <= problem.index < len(self._owners):
-            owners = self._owners[problem.index]
+        elif (place := item_of(problem, len(self._owners))) >= 0:
+            owners = self._owners[place]
         else:
             return {}
         if not isinstance(problem, BadItem):
@@ -173,6 +184,8 @@ class Call:
     def out(self, index: int, name: str, shape: tuple[int, ...], dtype: str) -> View:
         """A lease of the rank's own pool, to write an item's output into."""
         made = self._owners[index][0].made if 0 <= index < len(self._owners) else None
+        if not (isinstance(name, str) and name.isprintable() and 1 <= len(name) <= MOST_NAME):
+            raise BadItem(index, f"the adapter asked for output {name!r:.200}; a name has 1 to {MOST_NAME} characters")
         if made is None or name in made.outputs:
             raise BadItem(index, f"the adapter asked twice for output {name!r}, or for an item it does not have")
         if len(made.outputs) == wire.MOST_OUTPUTS:

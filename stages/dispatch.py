@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, PeerGone
+from tensorferry.codecs.errors import BadItem, PeerGone, text_of
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft, Layout
 from tensorferry.pipeline.peer import Peer
@@ -89,7 +89,7 @@ class Dispatch:
             try:
                 return await run_to_end(self._threads, partial(self._write, prompt, index, draft))
             except BadMedia as problem:
-                raise BadItem(index, str(problem)) from None
+                raise BadItem(index, text_of(problem)) from None
 
         try:
             async with asyncio.TaskGroup() as decoding:

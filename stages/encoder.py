@@ -21,7 +21,16 @@ from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.consumers import acknowledging
-from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, PeerBusy, PeerGone, StaleLease
+from tensorferry.codecs.errors import (
+    BadMessage,
+    BadRequest,
+    FerryError,
+    PeerBusy,
+    PeerGone,
+    StaleLease,
+    item_of,
+    text_of,
+)
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Draft
 from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
@@ -240,6 +249,7 @@ class Encoder:
 
     def _blame(self, jobs: Sequence[Job], call: Call, problem: Exception) -> tuple[list[Job], bool]:
         """Tell the owners of the requests that a failure is due to; returns the others, and whether it was anybody."""
+        problem = call.understood(problem)
         faults = call.at_fault(problem)
         if len(jobs) == 1:
             faults = {jobs[0]: faults.get(jobs[0], problem)}
@@ -248,7 +258,7 @@ class Encoder:
         innocent = [job for job in jobs if job not in faults]
         if innocent:
             self._stage.counters.count("batches_encoded_anew")
-            log.info("batch_failed", kind=type(problem).__name__, problem=str(problem), at_fault=len(faults))
+            log.info("batch_failed", kind=type(problem).__name__, problem=text_of(problem), at_fault=len(faults))
         return innocent, bool(faults)
 
     async def _wanted(self, jobs: Sequence[Job], call: Call) -> list[Job]:
@@ -374,7 +384,13 @@ class Encoder:
         log.debug("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
 
     def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer], made: Sequence[Made]) -> None:
+        nbytes, most = sum(map(len, frames)), self._stage.limits.inline_nbytes
         try:
+            if nbytes > most:  # its receiver would break the connection
+                raise BadRequest(
+                    f"{nbytes} bytes of embeddings have no room in the pool, and go inline up to limits.request_mb, "
+                    f"{most >> 20}; raise embeddings_pool.budget_mb or limits.request_mb"
+                )
             peer.outbox.send_nowait(message, frames)
         except Exception:  # whatever it was: a send is all or nothing
             for item in made:
@@ -392,16 +408,16 @@ class Encoder:
     def _report(self, job: wire.Encode, problem: Exception) -> None:
         """Tell the request owner that this job failed; the rank lives on."""
         self._over.add(job.request, job.attempt)
-        item = problem.index if isinstance(problem, BadItem) else -1
         if isinstance(problem, FerryError):
-            log.info("failed", request=job.request.hex(), kind=type(problem).__name__, problem=str(problem))
+            log.info("failed", request=job.request.hex(), kind=type(problem).__name__, problem=text_of(problem))
         else:
             log.error("encode_crashed", request=job.request.hex(), exc_info=problem)
-        text = str(problem) if isinstance(problem, FerryError) else f"{type(problem).__name__}: {problem}"
-        kind = type(problem).__name__ if isinstance(problem, FerryError) else "EncodeError"
+        kind, text = "EncodeError", f"{type(problem).__name__[:64]}: {text_of(problem, 4000)}"
+        if isinstance(problem, FerryError):
+            kind, text = type(problem).__name__[:64], text_of(problem)
         # A lease that is over was withdrawn: its connection broke.
         retryable = isinstance(problem, PeerBusy | PeerGone | StaleLease)
-        failure = wire.Failure(kind, text[:4096], self._stage.origin, item, retryable)
+        failure = wire.Failure(kind, text, self._stage.origin, item_of(problem, wire.MOST_ITEMS), retryable)
         with suppress(PeerGone):
             owner = self._stage.peers.get(job.owner.stage, job.owner.rank, job.owner.epoch)
             self._stage.peers.report(owner, wire.Failed(job.request, job.attempt, failure, owner.epoch))

@@ -39,10 +39,12 @@ class Job:
             if item.payload is not None
         ]
         #: Dtype and extents of a patch of its features. Requests share a batch with those of their own form alone: what
-        #: one says of its items, by mistake or on purpose, must not move or refuse another's. None: with nobody.
+        #: one says of its items, by mistake or on purpose, must not move or refuse another's. None: with nobody, as
+        #: those that come again: whoever had them died or failed, perhaps of one of them.
         self.form: tuple[int, tuple[int, ...]] | None = None
         forms = {(item.content.dtype, item.content.shape[1:]) for item in self.items}
-        if len(forms) == 1 and all(item.content.shape[:1] == (item.info.patches,) for item in self.items):
+        again = message.anew or message.attempt % wire.SENDINGS
+        if not again and len(forms) == 1 and all(item.content.shape[:1] == (item.info.patches,) for item in self.items):
             self.form = forms.pop()
         self._known: dict[int, Outputs] = {}
         self._pins = ExitStack()

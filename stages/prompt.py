@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, BadRequest
+from tensorferry.codecs.errors import BadItem, BadRequest, text_of
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.publisher import Layout
 from tensorferry.codecs.tensors import nbytes_of
@@ -80,7 +80,7 @@ class Planner:
                     try:
                         source, planned = self._item(part, frames)
                     except BadMedia as problem:
-                        raise BadItem(index, str(problem)) from None
+                        raise BadItem(index, text_of(problem)) from None
                     sources.append(source)
                     plans.append(planned)
                     parts.append(Rows(planned.rows, planned.modality))

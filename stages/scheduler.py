@@ -15,7 +15,16 @@ from math import prod
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, BadMessage, FerryError, LeaseError, LeaseNotReady, PeerGone
+from tensorferry.codecs.errors import (
+    BadItem,
+    BadMessage,
+    FerryError,
+    LeaseError,
+    LeaseNotReady,
+    PeerGone,
+    item_of,
+    text_of,
+)
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import Deployment
@@ -23,7 +32,7 @@ from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.stage import Stage, opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
-from tensorferry.stages.splice import check, contradiction, splice, token_bytes
+from tensorferry.stages.splice import Answer, check, contradiction, splice
 from tensorferry.stages.staging import unready, wait_ready
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
@@ -316,14 +325,14 @@ class Scheduler:
     async def _run(self, batch: Sequence[Running]) -> None:
         started = time.monotonic_ns()
         answers = await self._answers(batch)
-        for (admit, pending, _), answer in zip(batch, answers, strict=True):
+        for (admit, pending, _), result in zip(batch, answers, strict=True):
             if self._over.covers(admit.request, admit.attempt):
                 continue
-            if isinstance(answer, Exception):
-                self._fail(admit.request, admit.attempt, pending, answer)
+            if isinstance(result, Exception):
+                self._fail(admit.request, admit.attempt, pending, result)
                 continue
             try:
-                token_ids = token_bytes(answer)
+                answer = Answer.of(result, len(admit.spans))
             except ValueError as problem:
                 self._fail(admit.request, admit.attempt, pending, problem)
                 continue
@@ -336,7 +345,7 @@ class Scheduler:
                 answer.output_tokens,
                 answer.digests,
                 tuple(wire.Mark(step, at_ns) for step, at_ns in marks.items()),
-                token_ids,
+                answer.token_ids,
             )
             self._over.add(admit.request, admit.attempt)
             self._tell_owner(admit.owner, done)
@@ -374,7 +383,10 @@ class Scheduler:
             self._call = None
 
     async def _ask(self, batch: Sequence[Running]) -> Sequence[EngineResult | Exception]:
-        answers = await self._engine.run([request for _, _, request in batch])
+        try:
+            answers = await self._engine.run([request for _, _, request in batch])
+        except SystemExit as problem:  # else it would end this process
+            raise RuntimeError(f"SystemExit: {text_of(problem)}") from problem
         if len(answers) != len(batch):
             raise ValueError(f"the engine gave {len(answers)} answers for {len(batch)} requests")
         return answers
@@ -391,11 +403,11 @@ class Scheduler:
         self._pending.pop((request, attempt), None)
         self._over.add(request, attempt)
         kind = type(problem).__name__ if isinstance(problem, FerryError) else "EngineError"
-        item = problem.index if isinstance(problem, BadItem) else -1
-        log.info("failed", request=request.hex(), kind=kind, problem=str(problem))
+        item = item_of(problem, len(pending.admit.spans))
+        log.info("failed", request=request.hex(), kind=kind, problem=text_of(problem))
         # Unreadable embeddings are no fault of the request's: their encoder may have died, and others can make them.
         retryable = isinstance(problem, LeaseError | PeerGone)
-        failure = wire.Failure(kind, str(problem)[:4096], self._stage.origin, item, retryable)
+        failure = wire.Failure(kind[:64], text_of(problem), self._stage.origin, item, retryable)
         owner = pending.admit.owner
         self._tell_owner(owner, wire.Failed(request, attempt, failure, owner.epoch))
 

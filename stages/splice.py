@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,10 +47,42 @@ def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> No
         raise BadMessage(f"embeddings for items {sorted(extra)}, which have no placeholders")
 
 
-def token_bytes(answer: EngineResult) -> bytes:
-    """The tokens of an answer as they travel. Raises ValueError for what cannot."""
+class Answer(NamedTuple):
+    """An engine's answer as it travels."""
+
+    output_tokens: int
+    digests: tuple[bytes, ...]
+    token_ids: bytes
+
+    @classmethod
+    def of(cls, result: object, items: int) -> Answer:
+        """items: of the request. Raises ValueError for what cannot travel, naming it."""
+        if not isinstance(result, EngineResult):
+            raise ValueError(f"the engine answered with {result!r:.200}, which is no EngineResult")
+        return cls(_count(result.output_tokens), _digests(result.digests, items), _token_bytes(result.token_ids))
+
+
+def _count(given: object) -> int:
     try:
-        ids = np.array(answer.token_ids, "<i4")
+        count = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        count = -1
+    if not 0 <= count <= MOST_TOKENS:
+        raise ValueError(f"the engine answered with output_tokens={given!r:.200}, not a number up to {MOST_TOKENS}")
+    return count
+
+
+def _digests(given: object, items: int) -> tuple[bytes, ...]:
+    digests = tuple(given) if isinstance(given, Iterable) else (given,)
+    if len(digests) not in (0, items) or not all(isinstance(each, bytes) and len(each) <= 64 for each in digests):
+        wanted = f"not {items} byte strings of up to 64 bytes, nor none"
+        raise ValueError(f"the engine answered with digests={given!r:.200}, {wanted}")
+    return digests
+
+
+def _token_bytes(given: object) -> bytes:
+    try:
+        ids = np.array(given, "<i4")
     except (OverflowError, TypeError, ValueError) as problem:
         raise ValueError(f"the engine answered with token ids that are no row of int32: {problem}") from problem
     if ids.ndim != 1 or len(ids) > MOST_TOKENS:

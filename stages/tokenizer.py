@@ -22,6 +22,8 @@ from tensorferry.codecs.errors import (
     PeerBusy,
     PeerGone,
     RequestError,
+    item_of,
+    text_of,
 )
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline import traffic
@@ -347,8 +349,8 @@ class Tokenizer:
         match problem:
             case Reported(failure=failure):
                 return failure
-            case BadItem(index=index):
-                return wire.Failure("BadItem", str(problem)[:4096], origin, index)
+            case BadItem():
+                return wire.Failure("BadItem", text_of(problem), origin, item_of(problem, wire.MOST_ITEMS))
             case TimeoutError():
                 text = "; ".join([f"not done within {timeout_s:g} s", *self._absent(request)])
                 return wire.Failure("DeadlineExceeded", text[:4096], origin, retryable=True)
@@ -356,8 +358,8 @@ class Tokenizer:
                 return wire.Failure("Cancelled", "cancelled by the client, or the deployment stopped", origin)
             case FerryError():
                 retryable = not isinstance(problem, RequestError)
-                return wire.Failure(type(problem).__name__, str(problem)[:4096], origin, retryable=retryable)
-        return wire.Failure("InternalError", f"{type(problem).__name__}: {problem}"[:4096], origin)
+                return wire.Failure(type(problem).__name__[:64], text_of(problem), origin, retryable=retryable)
+        return wire.Failure("InternalError", f"{type(problem).__name__[:64]}: {text_of(problem, 4000)}", origin)
 
     def _absent(self, request: Request | None) -> list[str]:
         """What may have kept a request, in words."""

@@ -17,11 +17,19 @@ ORIGIN = wire.Origin("tokenizer", 0, 3)
 FOR_EVER_S = 1e6
 
 
-def job(patches: int, *, rows: int | None = None, dtype: str = "float32", width: int = 3) -> Job:
+def job(
+    patches: int,
+    *,
+    rows: int | None = None,
+    dtype: str = "float32",
+    width: int = 3,
+    attempt: int = 0,
+    anew: tuple[int, ...] = (),
+) -> Job:
     """A request of one item. rows: of its features, as many as patches unless it lies."""
     payload = wire.Inline(0, CODES[dtype], (patches if rows is None else rows, width))
     item = wire.Item("image", (1, 1, patches), 1, bytes(16), payload)
-    message = wire.Encode(bytes(16), 0, 7, ORIGIN, (), (), (item,), 1 << 62)
+    message = wire.Encode(bytes(16), attempt, 7, ORIGIN, (), (), (item,), 1 << 62, anew)
     return Job(message, Features(None, message, []))  # type: ignore[arg-type]
 
 
@@ -52,6 +60,13 @@ async def test_jobs_go_together_in_order_within_the_budget(
     jobs = jobs_of(budget, waiting=[job(count) for count in patches])
     taken = [await take(jobs) for _ in batches]
     assert [[one.items[0].info.patches for one in batch] for batch in taken] == batches
+
+
+async def test_what_comes_again_goes_alone() -> None:
+    """Whoever had it died, perhaps of it; with the same company it would take that with it each time."""
+    again = [job(1, attempt=1), job(1, anew=(0,)), job(1, attempt=wire.SENDINGS + 2)]
+    jobs = jobs_of(waiting=[job(1), job(1, attempt=wire.SENDINGS), *again, job(1), job(1)])
+    assert [len(await take(jobs)) for _ in range(5)] == [2, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,16 @@ class Plan:
     dtype: str
     rows: int  #: placeholder tokens the model sees for it, so rows of its embeddings
 
+    def check(self) -> None:
+        """Raises TypeError for a field that cannot travel: whole numbers are Python's own ints."""
+        if not (isinstance(self.modality, str) and self.modality.isprintable() and 1 <= len(self.modality) <= 64):
+            raise TypeError(f"a plan of modality {self.modality!r:.200}; it is a string of 1 to 64 characters")
+        for name, numbers, bits in (("grid", self.grid, 31), ("shape", self.shape, 40), ("rows", (self.rows,), 40)):
+            if not (isinstance(numbers, tuple) and all(type(n) is int and 0 <= n < 1 << bits for n in numbers)):
+                raise TypeError(f"a plan with {name} {getattr(self, name)!r:.200}; give ints from 0 to 2**{bits} - 1")
+        if len(self.grid) != 3:
+            raise TypeError(f"a plan with grid {self.grid!r:.200}; it is (time, height, width)")
+
     @property
     def patches(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
@@ -88,17 +98,26 @@ class VideoProcessor(Processor, Protocol):
 
 
 def plan(processor: Processor, media: Media) -> Plan:
-    """`Processor.plan`, or of a video `plan_video`. Raises BadMedia."""
-    return _of_videos(processor).plan_video(media) if isinstance(media, Video) else processor.plan(media)
+    """`Processor.plan`, or of a video `plan_video`. Raises BadMedia, and TypeError for a plan that is none."""
+    planned: object = _of_videos(processor).plan_video(media) if isinstance(media, Video) else processor.plan(media)
+    if not isinstance(planned, Plan):
+        raise TypeError(f"{type(processor).__name__} planned {planned!r:.200}, which is no Plan")
+    planned.check()
+    return planned
 
 
 def write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
-    """`Processor.write`, or of a video `write_video`, wherever `out` lies."""
+    """`Processor.write`, or of a video `write_video`, wherever `out` lies. Raises BadMedia, and TypeError for a content
+    hash that is none."""
     if out.on_host or getattr(processor, "writes_on_gpu", False):
-        return _write(processor, media, plan, out)
-    here = View.empty(plan.dtype, plan.shape)
-    content_hash = _write(processor, media, plan, here)
-    out.copy_from(here)
+        content_hash: object = _write(processor, media, plan, out)
+    else:
+        here = View.empty(plan.dtype, plan.shape)
+        content_hash = _write(processor, media, plan, here)
+        out.copy_from(here)
+    if not isinstance(content_hash, bytes) or len(content_hash) != 16:
+        given = f"{content_hash!r:.200}"
+        raise TypeError(f"{type(processor).__name__} gave the content hash {given}; it is 16 bytes")
     return content_hash
 
 
