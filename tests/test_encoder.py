@@ -17,6 +17,7 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, PeerGone
+from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
@@ -98,6 +99,7 @@ class Rank:
             rank=0, column=None, epoch=SCHEDULER, outbox=SimpleNamespace(send_nowait=self._embedded)
         )
         self.stage: Any = SimpleNamespace(
+            limits=Limits(),
             reader=self.reader,
             publisher=Publisher(None),
             device=None,
