@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from tensorferry.cli.down import command as down
 from tensorferry.cli.status import health
+from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Gauge, Member
 from tensorferry.pipeline.config import load
 from tensorferry.pipeline.runtime import Runtime
@@ -119,6 +122,86 @@ def test_down_now_cancels_also_who_is_too_busy_to_see_the_first_signal_before_th
             assert down.wait(DEADLINE_S) == 0
         finally:
             down.kill()
+
+
+def pids(file: Path) -> dict[tuple[str, int], int]:
+    """Who holds which lock, of those that say so."""
+    runtime = Runtime.of(load(file))
+    members = [("deployment", 0), ("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)]
+    owners = {(stage, rank): runtime.owner(stage, rank) for stage, rank in members}
+    return {member: owner.pid for member, owner in owners.items() if owner is not None}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_lock_files_that_somebody_removed_are_made_again_and_down_finds_everybody(
+    file: Path, up: subprocess.Popen[str], until: Callable[..., None]
+) -> None:
+    before = pids(file)
+    assert before["deployment", 0] == up.pid
+    for lock in Runtime.of(load(file)).directory.glob("*.lock"):
+        lock.unlink()
+    until(lambda: pids(file) == before, DEADLINE_S)
+    done = tensorferry("down", "--config", file)
+    assert (done.returncode, done.stdout) == (0, "elsewhere has ended\n")
+    assert up.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("how", ["removed", "empty"])
+def test_down_does_not_say_that_a_deployment_has_ended_whose_supervisor_has_no_name(
+    file: Path, up: subprocess.Popen[str], until: Callable[..., None], how: str
+) -> None:
+    """It would have its stages end, and the supervisor would start them again."""
+    before, lock = pids(file), Runtime.of(load(file)).lock("deployment", 0)
+    os.kill(up.pid, signal.SIGSTOP)  # so that it cannot make its lock again
+    if how == "removed":
+        lock.unlink()
+    else:
+        os.truncate(lock, 0)
+    done = tensorferry("down", "--config", file)
+    assert done.returncode == 1
+    assert "'elsewhere' is running" in words(done.stderr)
+    assert f"kill -TERM {up.pid}" in words(done.stderr)
+    beside = tensorferry("up", "--config", file)
+    assert beside.returncode == 1
+    assert any(says in words(beside.stderr) for says in ("is already running", "runs already"))
+    os.kill(up.pid, signal.SIGCONT)
+    until(lambda: pids(file) == before, DEADLINE_S)
+    assert up.poll() is None
+
+
+def test_down_ends_stages_that_were_started_by_hand(file: Path, until: Callable[..., None]) -> None:
+    members = [("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)]
+    command = [sys.executable, "-m", "tensorferry", "start"]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for stage, rank in members:
+            started.append(subprocess.Popen([*command, stage, "--rank", str(rank), "--config", str(file)]))
+        until(lambda: len(pids(file)) == len(members), DEADLINE_S)
+        until(lambda: status(file)[0] == 0, DEADLINE_S)
+        done = tensorferry("down", "--config", file)
+        assert (done.returncode, done.stdout) == (0, "elsewhere has ended\n")
+        assert [process.wait(DEADLINE_S) for process in started] == [0] * len(members)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_of_a_supervisor_that_is_stopped_down_says_how_to_have_it_go_on(
+    file: Path, up: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.kill(up.pid, signal.SIGSTOP)
+    monkeypatch.setattr("tensorferry.cli.down.CANCEL_S", 0.1)
+    monkeypatch.setattr("tensorferry.cli.down.KILL_S", 0.1)
+    done = CliRunner().invoke(down, ["--config", str(file), "--now"])
+    assert isinstance(done.exception, DeploymentError)
+    assert f"its supervisor (process {up.pid})" in str(done.exception)
+    assert f"kill -CONT {up.pid}" in str(done.exception)
+    os.kill(up.pid, signal.SIGCONT)
+    assert up.wait(DEADLINE_S) == 130
 
 
 def pending(pid: int) -> set[int]:
