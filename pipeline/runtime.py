@@ -127,6 +127,10 @@ class Runtime:
             return tcp_address(self.network.reachable, self.network.door + rank)
         return f"ipc://{self._path('tokenizer', rank, '.door')}"
 
+    def has_door(self, rank: int) -> bool:
+        """Whether a tokenizer has opened its front door in the folder; where doors are ports, none is there."""
+        return self._path("tokenizer", rank, ".door").exists()
+
     def listening(self, address: str) -> str:
         """What to bind so that peers can connect to one of these addresses."""
         if self.network is None or not address.startswith(TCP):

@@ -21,6 +21,7 @@ from tensorferry.cli.status import health
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Gauge, Member
 from tensorferry.pipeline.config import load
+from tensorferry.pipeline.lifecycle import is_stopped
 from tensorferry.pipeline.runtime import Runtime
 
 DEADLINE_S = 60.0
@@ -89,11 +90,11 @@ def test_status_tells_the_ready_from_the_silent_and_down_ends_them_all(
     assert up.wait(DEADLINE_S) == 0
 
 
-def test_a_silent_tokenizer_is_said_to_be_gone_and_the_wait_has_an_end(file: Path, up: subprocess.Popen[str]) -> None:
+def test_a_silent_tokenizer_is_said_to_be_so_and_the_wait_has_an_end(file: Path, up: subprocess.Popen[str]) -> None:
     _, found = status(file)
     os.kill(found["tokenizer-0"]["pid"], signal.SIGSTOP)
     code, found = status(file, "--timeout", "0.5")
-    assert (code, found["tokenizer-0"]["state"]) == (3, "gone")
+    assert (code, found["tokenizer-0"]["state"]) == (3, "silent")
     os.kill(found["tokenizer-0"]["pid"], signal.SIGCONT)
 
 
@@ -217,6 +218,43 @@ def test_of_a_deployment_that_is_not_running_both_say_so(file: Path) -> None:
     done = tensorferry("status", "--config", file)
     assert done.returncode == 1
     assert "'elsewhere' is not running" in " ".join(done.stderr.split())
+
+
+def test_status_of_a_deployment_whose_processes_were_all_killed_says_that_it_is_not_running(file: Path) -> None:
+    """Its files are there still, with the numbers of the dead."""
+    runtime = Runtime.of(load(file))
+    with subprocess.Popen(["sleep", "0"]) as dead:
+        pass
+    runtime.prepare()
+    for stage, rank in (("deployment", 0), ("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)):
+        said = {"pid": dead.pid, "host": "here", "started_at": "2026-01-01T00:00:00+00:00"}
+        runtime.lock(stage, rank).write_text(json.dumps(said))
+    try:
+        done = tensorferry("status", "--config", file, "--timeout", "0.2")
+        assert done.returncode == 1, done.stdout
+        assert "'elsewhere' is not running" in words(done.stderr)
+    finally:
+        runtime.sweep()
+
+
+def test_status_of_a_process_that_has_not_come_up_yet_says_that_it_starts(
+    file: Path, until: Callable[..., None]
+) -> None:
+    """And of one that is not there, that it is gone."""
+    command = [sys.executable, "-m", "tensorferry", "start", "encoder", "--config", str(file)]
+    with subprocess.Popen(command) as encoder:
+        try:
+            until(lambda: pids(file), DEADLINE_S)
+            code, found = status(file, "--timeout", "0.2")
+            assert (code, found["encoder-0"]["state"], found["encoder-0"]["pid"]) == (3, "starting", encoder.pid)
+            assert (found["tokenizer-0"]["state"], found["tokenizer-0"]["pid"]) == ("gone", None)
+            os.kill(encoder.pid, signal.SIGSTOP)
+            until(lambda: is_stopped(encoder.pid), DEADLINE_S)
+            assert status(file, "--timeout", "0.2")[1]["encoder-0"]["state"] == "silent"
+            os.kill(encoder.pid, signal.SIGCONT)
+        finally:
+            encoder.terminate()
+            encoder.wait(DEADLINE_S)
 
 
 def test_a_number_that_is_another_process_s_by_now_is_left_alone(file: Path) -> None:
