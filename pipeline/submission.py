@@ -7,6 +7,7 @@ from numbers import Real
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest
+from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.pipeline.parts import KINDS
 
 REQUEST_NBYTES = 16
@@ -30,8 +31,14 @@ def check_arguments(output_tokens: object, deadline_s: object, request: object, 
         raise BadRequest(f"traceparent is {_shown(traceparent)}; give the header as a str, or None")
 
 
-def check_parts(parts: Sequence[wire.Part]) -> None:
-    """Raises BadRequest, naming a part by its place."""
+def check_list(parts: object) -> None:
+    """Raises BadRequest for one text in the place of a list of parts: its characters would be taken for texts."""
+    if isinstance(parts, str | bytes):
+        raise BadRequest(f"parts is {_shown(parts)}; give a list, also of one part: [{_short(parts)}]")
+
+
+def check_parts(parts: Sequence[wire.Part], frames: Sequence[Buffer], limits: Limits) -> None:
+    """Raises BadRequest, naming a part by its place. limits: of the tokenizer's front door."""
     if not parts:
         raise BadRequest(f"parts is empty; a request has one part or more, each of them {KINDS}")
     if len(parts) > wire.MOST_PARTS:
@@ -57,7 +64,25 @@ def check_parts(parts: Sequence[wire.Part]) -> None:
                 "them into several parts"
             )
 
+    if len(frames) >= limits.frames:
+        raise BadRequest(
+            f"parts have {len(frames)} files, pictures of videos and tensors; {limits.frames - 1} are possible"
+        )
+    if (nbytes := sum(memoryview(frame).nbytes for frame in frames)) > limits.inline_nbytes:
+        raise BadRequest(
+            f"parts have {nbytes} bytes of files and tensors; {limits.inline_nbytes} are possible (limits.request_mb: "
+            f"{limits.inline_nbytes >> 20}): send fewer or smaller ones, or raise that"
+        )
+    nbytes = sum(len(part.text.encode()) for part in parts if isinstance(part, wire.TextPart))
+    nbytes += sum(len(part.ids) for part in parts if isinstance(part, wire.TokensPart))
+    if nbytes > limits.header_nbytes:
+        raise BadRequest(f"parts have {nbytes} bytes of text and token ids; {limits.header_nbytes} are possible")
+
 
 def _shown(value: object) -> str:
+    return f"the {type(value).__name__} {_short(value)}"
+
+
+def _short(value: object) -> str:
     text = repr(value)
-    return f"the {type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    return text if len(text) <= 40 else text[:37] + "..."

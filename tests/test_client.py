@@ -18,7 +18,8 @@ from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels import FrontDoor, open_context
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, TimeoutsSpec, TokenizerSpec
+from tensorferry.pipeline.config import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
+from tensorferry.pipeline.parts import Video
 from tensorferry.pipeline.runtime import Runtime
 
 DEADLINE_S = 20.0
@@ -171,6 +172,14 @@ async def test_a_tokenizer_that_is_silent_keeps_no_client_out_where_another_is_r
 @pytest.mark.parametrize(
     ("parts", "more", "says"),
     [
+        ("hello", {}, r"parts is the str 'hello'; give a list, also of one part: \['hello'\]"),
+        (
+            [b"x" * (2 << 20)],
+            {},
+            r"parts have 2097152 bytes of files and tensors; 1048576 are possible \(limits.request",
+        ),
+        ([Video([b"x"] * 5000)], {}, "parts have 5000 files, pictures of videos and tensors; 4096 are possible"),
+        (["a" * (1 << 22)] * 9, {}, "parts have 37748736 bytes of text and token ids; 33554432 are possible"),
         ([], {}, "parts is empty; a request has one part or more"),
         (["a"] * 5000, {}, "parts has 5000; a request has 4096 at most"),
         (["x", "a" * ((1 << 22) + 1)], {}, "part 1: a text of 4194305 characters; 4194304 are possible"),
@@ -193,6 +202,7 @@ async def test_a_tokenizer_that_is_silent_keeps_no_client_out_where_another_is_r
 async def test_what_cannot_be_asked_for_is_refused_by_name_before_anything_is_sent(
     deployment: Deployment, parts: Any, more: Any, says: str
 ) -> None:
+    deployment = msgspec.structs.replace(deployment, limits=LimitsSpec(request_mb=1))
     async with asyncio.timeout(DEADLINE_S):
         async with tokenizer(deployment) as it, Client.connect(deployment) as client:
             with pytest.raises(BadRequest, match=f"^{says}"):
