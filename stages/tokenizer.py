@@ -49,6 +49,9 @@ from tensorferry.stages.tombstones import Tombstones
 log = structlog.get_logger()
 
 RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
+#: Whether a silent client is there, while it has requests. One that is stopped keeps what it is sent for that, and its
+#: answers need room in the same queue (`channels.HIGH_WATER`).
+MOST_LOOKS = 200
 MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
 MOST_REPORTED = 8  #: failures of a request that were said to be worth a retry, before one is believed to be its own
 
@@ -176,7 +179,7 @@ class Tokenizer:
         """
         heartbeat_s = self._stage.deployment.timeouts.heartbeat_s
         while True:
-            await asyncio.sleep(heartbeat_s)
+            await asyncio.sleep(max(heartbeat_s, self._limits.request_timeout_s / MOST_LOOKS))
             clients = {request.client for request in self._requests.values()}
             gone = {client for client in clients if self._clients.is_gone(client, 2 * heartbeat_s)}
             asked = [request for request in self._requests.values() if request.client in gone]

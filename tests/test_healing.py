@@ -426,7 +426,7 @@ async def test_a_client_that_is_stopped_is_not_taken_for_gone(run: Callable[...,
         with client_process(tmp_path, image(ROWS_GATED)) as asking:
             await it.owns(30)
             asking.send_signal(signal.SIGSTOP)
-            for _ in range(5):  # heartbeats of the tokenizer; after two it is asked whether it is there
+            for _ in range(10):  # heartbeats of the tokenizer, which looks at every third whether it is there
                 await asyncio.sleep(0.1)
                 await it.owns(30)
             asking.send_signal(signal.SIGCONT)
