@@ -34,6 +34,7 @@ import psutil
 from PIL import Image
 
 from benchmarks.faults import KINDS, LONGEST_S, Births, Fault, Faults, plan
+from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.memory.cuda_driver import Driver
@@ -325,13 +326,19 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
 
 @click.command()
 @click.option("--seed", type=int, help="Of a run to be repeated; random by default.")
-@click.option("--requests", default=10_000, show_default=True, help="At least so many.")
-@click.option("--kills", default=33, show_default=True)
-@click.option("--others", default=6, show_default=True, help="Of every other kind of fault.")
+@click.option("--requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="At least so many.")
+@click.option("--kills", type=click.IntRange(min=0), default=33, show_default=True)
+@click.option(
+    "--others", type=click.IntRange(min=0), default=6, show_default=True, help="Of every other kind of fault."
+)
 @click.option("--only", multiple=True, type=click.Choice(list(KINDS)), help="These kinds of fault alone.")
-@click.option("--every-s", default=5.0, show_default=True)
-@click.option("--seconds", type=float, help="As many faults and requests as this takes, in place of the numbers above.")
-@click.option("--at-once", default=16, show_default=True, help="Requests in flight.")
+@click.option("--every-s", type=Real(0.01, 86_400), default=5.0, show_default=True)
+@click.option(
+    "--seconds",
+    type=Real(2 * SHORT_EVERY_S, 1e7),
+    help="As many faults and requests as this takes, in place of the numbers above.",
+)
+@click.option("--at-once", type=click.IntRange(min=1), default=16, show_default=True, help="Requests in flight.")
 @click.option("--transport", type=click.Choice(["shm", "cpu", *GPU_TRANSPORTS]), default="shm", show_default=True)
 @click.option("--device", type=int, help="The GPU of all stages; 0 by default where pools are in GPU memory.")
 def main(

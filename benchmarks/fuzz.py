@@ -35,6 +35,7 @@ from benchmarks.malformed import Layer
 from benchmarks.results import quantile
 from benchmarks.tied import tied
 from benchmarks.workload import Tally, Workload
+from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
@@ -381,11 +382,21 @@ def report(
 
 @click.command()
 @click.option("--seed", type=int, help="Of a run to be repeated; random by default.")
-@click.option("--rounds", default=12, show_default=True, help="Of a quiet stretch and a flooded one.")
-@click.option("--seconds", default=16.0, show_default=True, help="Of each stretch.")
-@click.option("--per-s", default=5_500.0, show_default=True, help="Malformed messages.")
-@click.option("--good-per-s", default=10.0, show_default=True, help="Good requests, of one image or two.")
-@click.option("--made", default=60_000, show_default=True, help="Different messages, sent round and round.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=12, show_default=True, help="Of a quiet stretch and a flooded one."
+)
+@click.option("--seconds", type=Real(0.1, 86_400), default=16.0, show_default=True, help="Of each stretch.")
+@click.option("--per-s", type=Real(1, 1e6), default=5_500.0, show_default=True, help="Malformed messages.")
+@click.option(
+    "--good-per-s", type=Real(0.1, 1e6), default=10.0, show_default=True, help="Good requests, of one image or two."
+)
+@click.option(
+    "--made",
+    type=click.IntRange(min=1),
+    default=60_000,
+    show_default=True,
+    help="Different messages, sent round and round.",
+)
 def main(seed: int | None, rounds: int, seconds: float, per_s: float, good_per_s: float, made: int) -> None:
     """Flood a deployment with malformed messages, and measure its good traffic."""
     seed = secrets.randbelow(1 << 31) if seed is None else seed

@@ -27,6 +27,7 @@ import psutil
 
 from benchmarks.chaos import photo
 from benchmarks.trend import Trend, trend
+from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import load
@@ -215,7 +216,7 @@ async def soak(
 
 
 @click.command()
-@click.option("--minutes", default=30.0, show_default=True)
+@click.option("--minutes", type=Real(0.01, 1e6), default=30.0, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--transport", type=click.Choice(["shm", "cpu"]), default="shm", show_default=True)
 @click.option("--plant", multiple=True, type=click.Choice(list(_LEAKS)), help="A leak that must be found.")

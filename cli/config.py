@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.errors import ConfigError, DeploymentError
 from tensorferry.pipeline.config import Deployment, load, require_available, resolved
+from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.migration import Deprecation, Tell
 from tensorferry.pipeline.spans import require_installed
 from tensorferry.stages.adapters.registry import check_model, supports_cuda_vmm_feature_transport
@@ -88,6 +89,11 @@ def check(file: Path, settings: tuple[str, ...]) -> None:
         require_available(deployment)
     except ConfigError as later:
         click.echo(f"note: {later.key}: {later.problem}")
+    if deployment.security.keys is not None:
+        try:
+            ServerKeys.read(deployment.security.keys)
+        except DeploymentError as problem:  # a client's file, where that is all there is to be
+            click.echo(f"note: security.keys: {problem}")
 
 
 @command.command()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from tensorferry.cli.values import Folder
 from tensorferry.pipeline.keys import add_client, make_keys
 
 
@@ -15,7 +16,7 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", metavar="DIR", type=Folder())
 def new(folder: Path) -> None:
     """Make DIR with new keys for a deployment and for one client on the same machine.
 
@@ -28,7 +29,7 @@ def new(folder: Path) -> None:
 @command.command()
 @click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("name")
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The client's new folder.")
+@click.option("--out", required=True, type=Folder(), help="The client's new folder.")
 def add(folder: Path, name: str, out: Path) -> None:
     """Let one more client into the deployment of DIR, known there by NAME; it is heard once that was started again.
 

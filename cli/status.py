@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -12,10 +14,12 @@ from rich.table import Table
 
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.values import Real
+from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, ranks_of
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.lifecycle import is_stopped
+from tensorferry.pipeline.runtime import Owner, Runtime
 
 NOT_WELL = 3
 
@@ -24,8 +28,10 @@ class Health(msgspec.Struct, frozen=True):
     """What is known of one process."""
 
     process: str
-    state: str  #: as in `Member`; `stuck`: ready, but at the same work for longer than any request may take
-    pid: int | None
+    #: As in `Member`. Of one that nobody has heard of: `starting`; `silent`, which lives all the same; or `gone`.
+    #: `stuck`: ready, but at the same work for longer than any request may take.
+    state: str
+    pid: int | None  #: None: it does not live here
     since: str  #: UTC, ISO 8601; empty: it is not there
     in_flight: int
     busy_s: float  #: how long it has been at its present work
@@ -41,12 +47,17 @@ def command(ctx: click.Context, file: Path, settings: tuple[str, ...], as_json: 
     """Say how every process of the running deployment of a file is.
 
     Its tokenizers are asked, and tell what they and the heartbeats of the others say. A process that is ready has
-    loaded what it needs, reaches everybody downstream of it, and finishes work: `stuck` says that it does not.
+    loaded what it needs, reaches everybody downstream of it, and finishes work: `stuck` says that it does not. One
+    that is `silent` lives, but nobody has heard of it: it is stopped, or hangs, or no tokenizer answers to tell of it.
 
     Exit status: 0 all are ready, 3 some are not; 1 the deployment is not running; 2 wrong usage or deployment file.
     """
     deployment = load_deployment(file, settings)
     found = health(deployment, asyncio.run(_asked(deployment, timeout_s)))
+    runtime = Runtime.of(deployment)
+    if all(process.state == "gone" for process in found) and not runtime.is_held("deployment", 0):
+        afar = "" if runtime.network is None else ", or does not answer from here"
+        raise DeploymentError(f"deployment {deployment.name!r} is not running{afar}; start it with `tensorferry up`")
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
     else:
@@ -69,12 +80,18 @@ def health(deployment: Deployment, members: list[Member]) -> list[Health]:
             member = known.get((stage, rank), Member(stage, rank, 0, "gone"))
             gauges = {gauge.name: gauge.value for gauge in member.gauges}
             busy_s = gauges.get("busy_s", 0.0)
-            owner = runtime.owner(stage, rank)
+            pidfd = runtime.pidfd(stage, rank)
+            owner = None if pidfd is None else runtime.owner(stage, rank)
+            if pidfd is not None:
+                os.close(pidfd)
+            state = member.state
+            if state == "gone" and (owner is not None or runtime.is_held(stage, rank)):
+                state = _unheard(deployment, runtime, owner, (stage, rank) in known)
             stuck = member.state == "ready" and busy_s > deployment.limits.request_timeout_s
             found.append(
                 Health(
                     f"{stage}-{rank}",
-                    "stuck" if stuck else member.state,
+                    "stuck" if stuck else state,
                     owner.pid if owner else None,
                     owner.started_at if owner else "",
                     int(gauges.get("in_flight", 0)),
@@ -82,6 +99,17 @@ def health(deployment: Deployment, members: list[Member]) -> list[Health]:
                 )
             )
     return found
+
+
+def _unheard(deployment: Deployment, runtime: Runtime, owner: Owner | None, told: bool) -> str:
+    """Of a process that lives, and of which nobody has heard, the state. told: a tokenizer answers, and has not."""
+    if owner is None or is_stopped(owner.pid):
+        return "silent"
+    if told:
+        return "starting"  # else it would be quarantined
+    age_s = (datetime.now(UTC) - datetime.fromisoformat(owner.started_at)).total_seconds()
+    opened = any(runtime.has_door(rank) for rank in range(deployment.tokenizer.workers))
+    return "starting" if age_s < deployment.timeouts.start_s and not opened else "silent"
 
 
 def _table(found: list[Health]) -> Table:

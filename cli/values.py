@@ -33,6 +33,18 @@ class Words(click.types.StringParamType):
         return text
 
 
+class Folder(click.Path):
+    """A folder by its path, which has to be said: Python takes none for the present one."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("'' is no path; name a folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class InFile(click.Path):
     """A regular file to read: one that can be read at once, and ends."""
 

@@ -23,6 +23,8 @@ MOST_SLOTS = 1 << 20  #: of a pool
 LAST_NONCE = (1 << 63) - 1
 MOST_TOLD = 4096  #: leases or chunks in one message about a pool
 MOST_ITEMS = 4096  #: of a request
+MOST_PARTS = 4096  #: of a request as a client sends it
+MOST_CHARACTERS, MOST_IDS_NBYTES = 1 << 22, 1 << 24  #: of a part of it that is text, or token ids
 MOST_OUTPUTS = 64  #: of an item
 MOST_RANKS = 1024  #: of one assignment, or one attention group
 
@@ -249,11 +251,11 @@ class Drained(Wire, frozen=True, tag=20):
 
 
 class TextPart(Wire, frozen=True, tag=1):
-    text: Annotated[str, Meta(max_length=1 << 22)]
+    text: Annotated[str, Meta(max_length=MOST_CHARACTERS)]
 
 
 class TokensPart(Wire, frozen=True, tag=2):
-    ids: Annotated[bytes, Meta(max_length=1 << 24)]  #: int32, little endian
+    ids: Annotated[bytes, Meta(max_length=MOST_IDS_NBYTES)]  #: int32, little endian
 
 
 class ImagePart(Wire, frozen=True, tag=3):
@@ -289,7 +291,7 @@ Part = TextPart | TokensPart | ImagePart | VideoPart | AnimationPart | Embedding
 class Submit(Wire, frozen=True, tag=30):
     request: RequestId
     attempt: Submission
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=4096)]
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=MOST_PARTS)]
     output_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
     deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)]  #: from receipt; afterwards the request fails
     context: TraceContext | None = None  #: the client's

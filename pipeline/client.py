@@ -27,6 +27,7 @@ from tensorferry.pipeline.keys import client_keys
 from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.sockets import Denial
+from tensorferry.pipeline.submission import REQUEST_NBYTES, check_arguments, check_list, check_parts
 from tensorferry.pipeline.traceparent import parse
 
 log = structlog.get_logger()
@@ -66,6 +67,7 @@ class _Request:
     until: float  #: its deadline, loop time
     outcome: asyncio.Future[Outcome]
     door: _Door | None = None  #: whose it is; None while it waits to be sent again
+    cancelled: bool = False  #: it is given up: nobody gets it again
 
 
 class Client:
@@ -77,13 +79,15 @@ class Client:
         self._requests: dict[bytes, _Request] = {}
         self._runtime = Runtime.of(deployment)
         self._changed = asyncio.Event()
+        self._closed = False
 
     @classmethod
     @asynccontextmanager
     async def connect(
         cls, deployment: Deployment, *, timeout_s: float = 30.0, wait: bool = True
     ) -> AsyncIterator[Client]:
-        """A client of a running deployment, once every stage of it is ready.
+        """A client of a running deployment, once every stage of it is ready. Tokenizers that say nothing for
+        `timeouts.quarantine_s` are not waited for where another is ready.
 
         Raises DeploymentError, naming who is missing, after timeout_s; at once where keys do not open a front door.
         wait=False: for a look at a deployment as it is: once all tokenizers have answered, ready or not, or after
@@ -124,6 +128,7 @@ class Client:
                         await client.refresh(timeout_s)
                 yield client
             finally:
+                client._closed = True
                 for request in list(client._requests):
                     client.cancel(request)
                 for door in doors:
@@ -151,19 +156,22 @@ class Client:
         parts: the prompt, in order. deadline_s: after which it fails; the deployment's limit by default.
         request: 16 bytes, random by default; an id that is in flight is refused. traceparent: W3C's header, of the
         trace that it belongs to; a malformed one is left aside. Bytes are handed over: they must not change until the
-        outcome is there. Paths are read here and now, each of `limits.item_mb` at most. Raises BadRequest; a tokenizer
-        that does not keep up is an outcome (`Busy`), not an error.
+        outcome is there. Paths are read here and now, each of `limits.item_mb` at most. Raises BadRequest, which names
+        the argument, and DeploymentError outside the block of `connect`; a tokenizer that does not keep up is an
+        outcome (`Busy`), not an error.
         """
-        request = request or secrets.token_bytes(16)
+        check_list(parts)
+        check_arguments(output_tokens, deadline_s, request, traceparent)
+        if self._closed:
+            raise DeploymentError("this client is closed; submit within the block of Client.connect, or connect anew")
+        request = secrets.token_bytes(REQUEST_NBYTES) if request is None else request
         if request in self._requests:
             raise BadRequest(f"request {request.hex()} is in flight already")
         frames: list[Buffer] = []
         wire_parts = prompt_on_wire(parts, frames, file_nbytes=self._deployment.limits.item_mb << 20)
+        check_parts(wire_parts, frames, self._limits)
         longest_s = self._deployment.limits.request_timeout_s
-        deadline_s = longest_s if deadline_s is None else deadline_s
-        if not deadline_s > 0:
-            raise BadRequest(f"deadline_s of {deadline_s}: it must be more than 0")
-        deadline_s = min(deadline_s, longest_s)
+        deadline_s = longest_s if deadline_s is None else min(deadline_s, longest_s)
         context = None if traceparent is None else parse(traceparent)
         submit = wire.Submit(request, 0, wire_parts, output_tokens, max(1, int(deadline_s * 1000)), context)
         _check(submit, frames, self._limits)
@@ -186,7 +194,7 @@ class Client:
         traceparent: str | None = None,
     ) -> Outcome:
         """`submit_nowait`, and wait for the outcome; cancelled with the caller."""
-        request = request or secrets.token_bytes(16)
+        request = secrets.token_bytes(REQUEST_NBYTES) if request is None else request
         future = self.submit_nowait(
             parts, output_tokens=output_tokens, deadline_s=deadline_s, request=request, traceparent=traceparent
         )
@@ -197,13 +205,23 @@ class Client:
             raise
 
     def cancel(self, request: bytes) -> None:
-        """Ask for a request to be given up; its outcome still comes. No-op for one that is not in flight."""
+        """Ask for a request to be given up; its outcome still comes. No-op for one that is not in flight.
+
+        It is not sent again, whatever becomes of the tokenizer that has it.
+        """
         sent = self._requests.get(request)
-        if sent is not None and sent.door is not None:
+        if sent is None:
+            return
+        sent.cancelled = True
+        if sent.door is not None:
             self._say(sent.door, wire.Cancel(request, sent.submit.attempt))
-        elif sent is not None:
-            failure = wire.Failure("Cancelled", "cancelled by the client", self._origin)
-            self._finish(wire.Failed(request, sent.submit.attempt, failure))
+        else:
+            self._finish_cancelled(sent)
+
+    def _finish_cancelled(self, sent: _Request) -> None:
+        """End a request that was cancelled, and that no tokenizer has."""
+        failure = wire.Failure("Cancelled", "cancelled by the client", self._origin)
+        self._finish(wire.Failed(sent.submit.request, sent.submit.attempt, failure))
 
     def _send(self, sent: _Request) -> None:
         """Hand it to a tokenizer that answers, and of these to the one that has least. Raises PeerBusy."""
@@ -256,12 +274,26 @@ class Client:
             self._greet(door)
         try:
             async with asyncio.timeout(timeout_s):
-                while not all(door.ready for door in self._doors):
+                while not self._usable():
                     await self._change()
+            if silent := [door.rank for door in self._doors if not door.ready]:
+                log.warning("tokenizers_silent", ranks=silent)
         except TimeoutError:
             raise DeploymentError(
                 f"deployment {self._deployment.name!r} is not ready after {timeout_s:g} s: {self._missing()}"
             ) from None
+
+    def _usable(self) -> bool:
+        """Whether all tokenizers are ready; or some are, and the others have said nothing for long."""
+        ready = [door for door in self._doors if door.ready]
+        silent = [door for door in self._doors if door.members is None and door.asked > self._patience]
+        return bool(ready) and len(ready) + len(silent) == len(self._doors)
+
+    @property
+    def _patience(self) -> int:
+        """How many greetings a tokenizer may leave without an answer, before others get what it has."""
+        timeouts = self._deployment.timeouts
+        return max(2, round(timeouts.quarantine_s / timeouts.heartbeat_s))
 
     def _missing(self) -> str:
         silent = [
@@ -322,14 +354,14 @@ class Client:
     async def _watch(self) -> None:
         """Ask every tokenizer for a sign of life, for ever; what one has that gives none is another's."""
         timeouts = self._deployment.timeouts
-        patience = max(2, round(timeouts.quarantine_s / timeouts.heartbeat_s))
         while True:
             await asyncio.sleep(timeouts.heartbeat_s)
             for door in self._doors:
                 door.asked += 1
-                if door.asked > patience and door.open and any(other.asked < SILENT for other in self._doors):
+                if door.asked > self._patience and door.open and any(other.asked < SILENT for other in self._doors):
                     self._lost(door)
                 self._greet(door)
+            self._changed.set()  # how long a tokenizer has been silent
             now = asyncio.get_running_loop().time()
             for sent in [sent for sent in self._requests.values() if now > sent.until + SLACK_S]:
                 self._lose(sent, "DeadlineExceeded", "gave no outcome within the deadline")
@@ -363,10 +395,13 @@ class Client:
             self._put_back(sent, 0)
 
     def _put_back(self, sent: _Request, after_ms: int) -> None:
-        """Nobody has it now; send it again."""
+        """Nobody has it now; send it again, unless it was cancelled."""
         if sent.door is not None:
             sent.door.open.discard(sent.submit.request)
             sent.door = None
+        if sent.cancelled:
+            self._finish_cancelled(sent)
+            return
         asyncio.get_running_loop().call_later(after_ms / 1000, self._send_again, sent.submit.request)
 
     def _lose(self, sent: _Request, kind: str, problem: str) -> None:

@@ -138,7 +138,7 @@ def add_client(folder: Path, name: str, out: Path) -> None:
     Raises OutputError, DeploymentError.
     """
     if not NAME.fullmatch(name):
-        raise OutputError(name, "no name of a client; use letters, digits, dots, dashes and underscores")
+        raise OutputError(repr(name), "no name of a client; use letters, digits, dots, dashes and underscores")
     server, client = _public(_checked(folder) / "server.key"), KeyPair.new()
     listed = _checked(folder / "clients") / f"{name}.key"
     if listed.exists():

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -138,6 +139,36 @@ class Tether:
         lost()
         threading.Event().wait(ORPHAN_S)
         _kill_group()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, or by a debugger. Source: proc_pid_stat(5)."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def supervisor_of(pid: int) -> int | None:
+    """The living supervisor that has started a stage, and would start it again; None: it was started by hand, or its
+    supervisor is gone, and it goes too. pid: a process of ours.
+
+    Its environment at its start had the tether, whose lifeline only the supervisor has besides. Source: proc(5).
+    """
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        tether = next((text for text in environ if text.startswith(f"{TETHER_VARIABLE}=".encode())), None)
+        if tether is None:
+            return None
+        lifeline = os.readlink(f"/proc/{pid}/fd/{tether.decode().partition('=')[2].partition(':')[0]}")
+        descriptors = os.listdir(f"/proc/{parent}/fd")
+    except (OSError, ValueError):  # it has ended, or nearly so
+        return None
+    for name in descriptors:
+        with suppress(OSError):
+            if os.readlink(f"/proc/{parent}/fd/{name}") == lifeline:
+                return parent
+    return None
 
 
 def run_process(

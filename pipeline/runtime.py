@@ -24,7 +24,7 @@ import re
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -36,7 +36,7 @@ import structlog
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.config import STAGES, Deployment, port_offset
 from tensorferry.pipeline.endpoint import TCP, Host, host_and_port, listening_host, reachable_host, tcp_address
-from tensorferry.pipeline.sockets import PATH_NBYTES
+from tensorferry.pipeline.sockets import PATH_NBYTES, is_file
 
 log = structlog.get_logger()
 
@@ -127,6 +127,10 @@ class Runtime:
             return tcp_address(self.network.reachable, self.network.door + rank)
         return f"ipc://{self._path('tokenizer', rank, '.door')}"
 
+    def has_door(self, rank: int) -> bool:
+        """Whether a tokenizer has opened its front door in the folder; where doors are ports, none is there."""
+        return self._path("tokenizer", rank, ".door").exists()
+
     def listening(self, address: str) -> str:
         """What to bind so that peers can connect to one of these addresses."""
         if self.network is None or not address.startswith(TCP):
@@ -173,14 +177,12 @@ class Runtime:
         """
         descriptor = self._lock(stage, rank)
         path = self.lock(stage, rank)
+        found = os.fstat(descriptor)
         try:
-            started_at = datetime.now(UTC).isoformat(timespec="seconds")
-            said = os.fsencode(config).decode(errors="replace")  # a path may have any bytes
-            owner = Owner(os.getpid(), socket.gethostname(), started_at, said)
+            owner = _this_process(config)
             try:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, msgspec.json.encode(owner), 0)
-            except OSError as problem:  # a full disk: the lock holds all the same
+                _sign(descriptor, owner)
+            except OSError as problem:  # a full disk: the lock holds all the same, and `keep` signs it later
                 log.warning("owner_not_written", lock=str(path), problem=problem.strerror)
             self._remove_sockets(stage, rank)
             try:
@@ -188,10 +190,31 @@ class Runtime:
             finally:
                 self._remove_sockets(stage, rank)
         finally:
-            path.unlink(missing_ok=True)  # while it is locked, so nobody takes a file that then goes
+            if is_file(str(path), found.st_dev, found.st_ino):  # else it was removed, and may be another's by now
+                path.unlink(missing_ok=True)  # while it is locked, so nobody takes a file that then goes
             os.close(descriptor)
             with suppress(OSError):  # others are there
                 self.directory.rmdir()
+
+    def keep(self, stage: str, rank: int, held: ExitStack, config: str = "") -> bool:
+        """See that others find the lock of this process, which owns it: to be called again and again, within the block.
+
+        A file that somebody has removed is made again, and True returned; `held` gives it back, and must end before the
+        block does. One that does not say whose it is, since the disk was full, is signed. Raises
+        DeploymentError, OSError.
+        """
+        path = self.lock(stage, rank)
+        if not path.exists():
+            held.enter_context(self.own(stage, rank, config))
+            return True
+        if self.owner(stage, rank) is None and _has_open(os.getpid(), path):
+            with suppress(OSError):  # the disk is full still
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    _sign(descriptor, _this_process(config))
+                finally:
+                    os.close(descriptor)
+        return False
 
     def sweep(self) -> list[str]:
         """Remove what dead owners left; the names of those. A supervisor does so before it starts and after it ends."""
@@ -211,6 +234,25 @@ class Runtime:
             return msgspec.json.decode(self.lock(stage, rank).read_bytes(), type=Owner)
         except (OSError, msgspec.MsgspecError):
             return None
+
+    def is_held(self, stage: str, rank: int) -> bool:
+        """Whether somebody is this process now, whoever that is and whatever the file says."""
+        try:
+            descriptor = os.open(self.lock(stage, rank), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def holders(self, stage: str, rank: int) -> list[int]:
+        """The processes of ours that have the lock file open, and so most likely hold it."""
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        return [pid for pid in pids if pid != os.getpid() and _has_open(pid, self.lock(stage, rank))]
 
     def pidfd(self, stage: str, rank: int) -> int | None:
         """A pidfd, the caller's to close, of whoever is this process now; None: nobody.
@@ -283,6 +325,18 @@ def _default_base(environ: Mapping[str, str]) -> Path:
     except OSError:
         return fallback
     return base if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() else fallback
+
+
+def _this_process(config: str) -> Owner:
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    said = os.fsencode(config).decode(errors="replace")  # a path may have any bytes
+    return Owner(os.getpid(), socket.gethostname(), started_at, said)
+
+
+def _sign(descriptor: int, owner: Owner) -> None:
+    """Raises OSError where the disk is full."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, msgspec.json.encode(owner), 0)
 
 
 def _has_open(pid: int, path: Path) -> bool:

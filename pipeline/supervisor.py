@@ -86,6 +86,7 @@ class Supervisor:
         async with AsyncExitStack() as undo:
             runtime = Runtime.of(deployment)
             undo.enter_context(runtime.own("deployment", 0, str(config_file)))
+            await undo.enter_async_context(_findable(runtime, str(config_file), deployment.timeouts.heartbeat_s))
             runtime.sweep()
             undo.callback(runtime.sweep)
             for stage, rank in inboxes(deployment, runtime, *DRAIN_ORDER):
@@ -359,6 +360,33 @@ class _Child:
         self._ended_at = time.monotonic()
         os.close(self._pidfd)
         os.close(self._status)
+
+
+@asynccontextmanager
+async def _findable(runtime: Runtime, config: str, every_s: float) -> AsyncIterator[None]:
+    """Within the block, which owns the deployment, make the lock file again that somebody removes: without it
+    `tensorferry down` finds nobody, and another deployment could be started beside this one."""
+    with ExitStack() as held:
+        keeping = asyncio.create_task(_keep(runtime, config, every_s, held))
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+
+
+async def _keep(runtime: Runtime, config: str, every_s: float, held: ExitStack) -> None:
+    well = True
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            if runtime.keep("deployment", 0, held, config):
+                log.warning("lock_file_made_again", directory=str(runtime.directory))
+            well = True
+        except (DeploymentError, OSError) as problem:
+            if well:
+                log.error("runtime_directory_lost", problem=str(problem), remedy="`tensorferry down` may not find us")
+            well = False
 
 
 async def _back_off(short_lives: int) -> None:

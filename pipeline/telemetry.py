@@ -35,6 +35,7 @@ COUNTERS = {
     "requests_unrecorded": "Requests that are missing from the record of live traffic",
     "spans_lost": "Requests and encoder calls whose spans no receiver has taken",
     "requests_expired": "Requests a scheduler gave up because they never became complete",
+    "requests_abandoned": "Requests given up because the client that had asked for them was gone",
     "batches_abandoned": "Batches an engine was spared because nobody waited for them any more",
     "submits_repeated": "Submits of a request that is in flight, or was answered, already",
     "items_sent_again": "Items sent to another encoder because theirs had died or fallen silent",

@@ -38,8 +38,7 @@ def _mend(stage: Stage) -> None:
     """Make anew what somebody has removed from the runtime directory, such as a cleaner of /tmp: whoever is started
     later looks for us there. Raises FerryError, OSError, ZMQError."""
     origin = stage.origin
-    if not stage.runtime.lock(origin.stage, origin.rank).exists():
-        stage.locks.enter_context(stage.runtime.own(origin.stage, origin.rank))
+    if stage.runtime.keep(origin.stage, origin.rank, stage.locks):
         log.warning("lock_file_made_again", directory=str(stage.runtime.directory))
     for mend in stage.mends:
         if mend():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -50,12 +51,32 @@ class Clients:
     def is_there(self, client: bytes) -> bool:
         return self.answer(client, self._members())
 
+    def is_gone(self, client: bytes, heard_s: float) -> bool:
+        """Whether a client has left without a word. One that was heard within `heard_s` is not asked.
+
+        Its connection has ended, then, and nobody can be answered through it: who connects again is another. One that
+        lives and does not read is there.
+        """
+        if self._known.get(client, -math.inf) > time.monotonic() - heard_s:
+            return False
+        try:
+            self._door.send_nowait(client, self._members())
+        except PeerGone:
+            self.left(client)
+            return True
+        except PeerBusy:
+            return False
+        return False
+
     def answer(self, client: bytes, message: wire.Message) -> bool:
         """False: there is nobody to take it."""
         try:
             self._door.send_nowait(client, message)
         except (PeerGone, PeerBusy) as problem:
             self.left(client)
+            if isinstance(message, wire.Members):  # no answer: who only looks how we are does not stay for all we say
+                log.debug("client_left", problem=str(problem))
+                return False
             self._counters.count("answers_undeliverable")
             log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))
             return False

@@ -51,6 +51,9 @@ from tensorferry.stages.tombstones import Tombstones
 log = structlog.get_logger()
 
 RESEND_S, LONGEST_RESEND_S = 0.05, 1.0  #: before a request is sent again as a whole; doubled each time
+#: Whether a silent client is there, while it has requests. One that is stopped keeps what it is sent for that, and its
+#: answers need room in the same queue (`channels.HIGH_WATER`).
+MOST_LOOKS = 200
 MOST_LOSSES = 3  #: of processes with a part in a request, before it is taken for the cause
 MOST_REPORTED = 8  #: failures of a request that were said to be worth a retry, before one is believed to be its own
 
@@ -85,7 +88,9 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
             recorder = Recorder(traffic.part_of(record, rank), media, text, deployment.limits, stage.counters)
             stage.channels.callback(recorder.close)
         tokenizer = Tokenizer(stage, door, threads, processor, planner, recorder, spans)
-        with stage.running(tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.watch_peers()):
+        with stage.running(
+            tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.watch_peers(), tokenizer.watch_clients()
+        ):
             await stage.peers.wait_ready()
             tokenizer.open()
             stop.announce_ready()
@@ -167,6 +172,25 @@ class Tokenizer:
                 if self._lost_schedulers(request) or self._lost_items(request):
                     request.news.set()
             self._clients.tell()
+
+    async def watch_clients(self) -> None:
+        """Give up what clients had asked for that are gone, so that others need not wait for it; for ever.
+
+        A client says Hello with every heartbeat. One whose connection broke is gone too: it comes back as another, and
+        submits again.
+        """
+        heartbeat_s = self._stage.deployment.timeouts.heartbeat_s
+        while True:
+            await asyncio.sleep(max(heartbeat_s, self._limits.request_timeout_s / MOST_LOOKS))
+            clients = {request.client for request in self._requests.values()}
+            gone = {client for client in clients if self._clients.is_gone(client, 2 * heartbeat_s)}
+            asked = [request for request in self._requests.values() if request.client in gone]
+            abandoned = [request for request in asked if not request.task.cancelling()]
+            if abandoned:
+                self._stage.counters.count("requests_abandoned", len(abandoned))
+                log.info("requests_abandoned", clients=len(gone), requests=len(abandoned))
+            for request in abandoned:
+                request.cancel()
 
     async def drain(self) -> None:
         """Take no more requests, and wait for those that are owned."""

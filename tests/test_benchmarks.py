@@ -14,10 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from benchmarks import chaos, fuzz, soak
 from benchmarks.codec import Twins, request
 from benchmarks.contenders import CONTENDERS, OURS
 from benchmarks.pair import Pair
@@ -25,6 +27,7 @@ from benchmarks.results import Measurement, Outcome, Verdict, measurement, quant
 from benchmarks.run import BENCHMARKS, Report
 from benchmarks.sides import Answered, Setup
 from benchmarks.tables import table
+from click.testing import CliRunner
 
 from tensorferry.codecs import messages as wire
 
@@ -256,3 +259,22 @@ def test_a_table_is_markdown() -> None:
         "| ----- | -------- | ----- | --- |",
         "| floor |     5.55 |  <= 6 | yes |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        (chaos, ["--seconds", "nan"]),
+        (chaos, ["--seconds", "-1"]),
+        (chaos, ["--every-s", "0"]),
+        (chaos, ["--at-once", "0"]),
+        (fuzz, ["--rounds", "0"]),
+        (fuzz, ["--per-s", "inf"]),
+        (soak, ["--minutes", "nan"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__.rpartition(".")[2],
+)
+def test_numbers_that_make_no_sense_are_refused(program: Any, arguments: list[str]) -> None:
+    done = CliRunner().invoke(program.main, arguments)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in done.output

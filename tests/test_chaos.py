@@ -49,7 +49,7 @@ def test_a_ledger_that_does_not_balance_says_so() -> None:
 def test_the_page_on_faults_names_tests_and_kinds_that_there_are() -> None:
     page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     there = {
-        name for file in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+        name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
     }
     named = set(re.findall(r"`(test_\w+)`", page))
     assert len(named) > 30

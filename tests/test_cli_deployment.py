@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from tensorferry.cli.down import command as down
 from tensorferry.cli.status import health
+from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Gauge, Member
 from tensorferry.pipeline.config import load
+from tensorferry.pipeline.lifecycle import is_stopped
 from tensorferry.pipeline.runtime import Runtime
 
 DEADLINE_S = 60.0
@@ -86,11 +90,11 @@ def test_status_tells_the_ready_from_the_silent_and_down_ends_them_all(
     assert up.wait(DEADLINE_S) == 0
 
 
-def test_a_silent_tokenizer_is_said_to_be_gone_and_the_wait_has_an_end(file: Path, up: subprocess.Popen[str]) -> None:
+def test_a_silent_tokenizer_is_said_to_be_so_and_the_wait_has_an_end(file: Path, up: subprocess.Popen[str]) -> None:
     _, found = status(file)
     os.kill(found["tokenizer-0"]["pid"], signal.SIGSTOP)
     code, found = status(file, "--timeout", "0.5")
-    assert (code, found["tokenizer-0"]["state"]) == (3, "gone")
+    assert (code, found["tokenizer-0"]["state"]) == (3, "silent")
     os.kill(found["tokenizer-0"]["pid"], signal.SIGCONT)
 
 
@@ -121,6 +125,86 @@ def test_down_now_cancels_also_who_is_too_busy_to_see_the_first_signal_before_th
             down.kill()
 
 
+def pids(file: Path) -> dict[tuple[str, int], int]:
+    """Who holds which lock, of those that say so."""
+    runtime = Runtime.of(load(file))
+    members = [("deployment", 0), ("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)]
+    owners = {(stage, rank): runtime.owner(stage, rank) for stage, rank in members}
+    return {member: owner.pid for member, owner in owners.items() if owner is not None}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_lock_files_that_somebody_removed_are_made_again_and_down_finds_everybody(
+    file: Path, up: subprocess.Popen[str], until: Callable[..., None]
+) -> None:
+    before = pids(file)
+    assert before["deployment", 0] == up.pid
+    for lock in Runtime.of(load(file)).directory.glob("*.lock"):
+        lock.unlink()
+    until(lambda: pids(file) == before, DEADLINE_S)
+    done = tensorferry("down", "--config", file)
+    assert (done.returncode, done.stdout) == (0, "elsewhere has ended\n")
+    assert up.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("how", ["removed", "empty"])
+def test_down_does_not_say_that_a_deployment_has_ended_whose_supervisor_has_no_name(
+    file: Path, up: subprocess.Popen[str], until: Callable[..., None], how: str
+) -> None:
+    """It would have its stages end, and the supervisor would start them again."""
+    before, lock = pids(file), Runtime.of(load(file)).lock("deployment", 0)
+    os.kill(up.pid, signal.SIGSTOP)  # so that it cannot make its lock again
+    if how == "removed":
+        lock.unlink()
+    else:
+        os.truncate(lock, 0)
+    done = tensorferry("down", "--config", file)
+    assert done.returncode == 1
+    assert "'elsewhere' is running" in words(done.stderr)
+    assert f"kill -TERM {up.pid}" in words(done.stderr)
+    beside = tensorferry("up", "--config", file)
+    assert beside.returncode == 1
+    assert any(says in words(beside.stderr) for says in ("is already running", "runs already"))
+    os.kill(up.pid, signal.SIGCONT)
+    until(lambda: pids(file) == before, DEADLINE_S)
+    assert up.poll() is None
+
+
+def test_down_ends_stages_that_were_started_by_hand(file: Path, until: Callable[..., None]) -> None:
+    members = [("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)]
+    command = [sys.executable, "-m", "tensorferry", "start"]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for stage, rank in members:
+            started.append(subprocess.Popen([*command, stage, "--rank", str(rank), "--config", str(file)]))
+        until(lambda: len(pids(file)) == len(members), DEADLINE_S)
+        until(lambda: status(file)[0] == 0, DEADLINE_S)
+        done = tensorferry("down", "--config", file)
+        assert (done.returncode, done.stdout) == (0, "elsewhere has ended\n")
+        assert [process.wait(DEADLINE_S) for process in started] == [0] * len(members)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_of_a_supervisor_that_is_stopped_down_says_how_to_have_it_go_on(
+    file: Path, up: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.kill(up.pid, signal.SIGSTOP)
+    monkeypatch.setattr("tensorferry.cli.down.CANCEL_S", 0.1)
+    monkeypatch.setattr("tensorferry.cli.down.KILL_S", 0.1)
+    done = CliRunner().invoke(down, ["--config", str(file), "--now"])
+    assert isinstance(done.exception, DeploymentError)
+    assert f"its supervisor (process {up.pid})" in str(done.exception)
+    assert f"kill -CONT {up.pid}" in str(done.exception)
+    os.kill(up.pid, signal.SIGCONT)
+    assert up.wait(DEADLINE_S) == 130
+
+
 def pending(pid: int) -> set[int]:
     """The signals that a process has not taken yet. Source: proc_pid_status(5)."""
     fields = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -134,6 +218,43 @@ def test_of_a_deployment_that_is_not_running_both_say_so(file: Path) -> None:
     done = tensorferry("status", "--config", file)
     assert done.returncode == 1
     assert "'elsewhere' is not running" in " ".join(done.stderr.split())
+
+
+def test_status_of_a_deployment_whose_processes_were_all_killed_says_that_it_is_not_running(file: Path) -> None:
+    """Its files are there still, with the numbers of the dead."""
+    runtime = Runtime.of(load(file))
+    with subprocess.Popen(["sleep", "0"]) as dead:
+        pass
+    runtime.prepare()
+    for stage, rank in (("deployment", 0), ("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)):
+        said = {"pid": dead.pid, "host": "here", "started_at": "2026-01-01T00:00:00+00:00"}
+        runtime.lock(stage, rank).write_text(json.dumps(said))
+    try:
+        done = tensorferry("status", "--config", file, "--timeout", "0.2")
+        assert done.returncode == 1, done.stdout
+        assert "'elsewhere' is not running" in words(done.stderr)
+    finally:
+        runtime.sweep()
+
+
+def test_status_of_a_process_that_has_not_come_up_yet_says_that_it_starts(
+    file: Path, until: Callable[..., None]
+) -> None:
+    """And of one that is not there, that it is gone."""
+    command = [sys.executable, "-m", "tensorferry", "start", "encoder", "--config", str(file)]
+    with subprocess.Popen(command) as encoder:
+        try:
+            until(lambda: pids(file), DEADLINE_S)
+            code, found = status(file, "--timeout", "0.2")
+            assert (code, found["encoder-0"]["state"], found["encoder-0"]["pid"]) == (3, "starting", encoder.pid)
+            assert (found["tokenizer-0"]["state"], found["tokenizer-0"]["pid"]) == ("gone", None)
+            os.kill(encoder.pid, signal.SIGSTOP)
+            until(lambda: is_stopped(encoder.pid), DEADLINE_S)
+            assert status(file, "--timeout", "0.2")[1]["encoder-0"]["state"] == "silent"
+            os.kill(encoder.pid, signal.SIGCONT)
+        finally:
+            encoder.terminate()
+            encoder.wait(DEADLINE_S)
 
 
 def test_a_number_that_is_another_process_s_by_now_is_left_alone(file: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +21,8 @@ from benchmarks.faults import sever
 from PIL import Image
 
 from tensorferry.codecs import messages as wire
+from tensorferry.codecs.frames import Limits
+from tensorferry.pipeline.channels import Dealer, open_context
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.config import Deployment, load
 from tensorferry.pipeline.parts import Embeddings
@@ -45,6 +49,7 @@ scheduler:
     options: {{digests: true, service_ms: {service_ms}}}}}
 pool: {{budget_mb: 16, inline_below_kb: 0}}
 embeddings_pool: {{budget_mb: 16, inline_below_kb: 0}}
+limits: {{request_timeout_s: {request_timeout_s}}}
 timeouts: {{heartbeat_s: 0.1, quarantine_s: {quarantine_s}}}
 telemetry: {{log_level: error, log_format: json}}
 """
@@ -92,6 +97,20 @@ class Running:
             )
         )
 
+    async def owns(self, requests: int) -> None:
+        """Until the tokenizers together own so many requests."""
+        await self._says(
+            lambda members: (
+                requests
+                == sum(
+                    gauge.value
+                    for member in members
+                    for gauge in member.gauges
+                    if (member.stage, gauge.name) == ("tokenizer", "in_flight")
+                )
+            )
+        )
+
     async def gives_all_back(self) -> None:
         """Until no pool has lent anything."""
         await self._says(
@@ -122,6 +141,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             service_ms=0,
             quarantine_s=20.0,
             processor="",
+            request_timeout_s=60.0,
         )
         file = tmp_path / "deployment.yaml"
         file.write_text(DEPLOYMENT.format(folder=folder, **usual | settings))
@@ -355,3 +375,114 @@ async def test_while_all_are_dead_nothing_is_lost(run: Callable[..., Any]) -> No
         for stage, rank in list(it.supervisor.processes):
             it.kill(stage, rank)
         await results(asked)
+
+
+# --- who asks, and for how long
+
+
+CLIENT = """
+import asyncio, sys
+from pathlib import Path
+from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.config import load
+async def main():
+    async with Client.connect(load(Path(sys.argv[1]))) as client:
+        image = Path(sys.argv[2]).read_bytes()
+        await asyncio.wait([client.submit_nowait([image]) for _ in range(30)])
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def client_process(folder: Path, item: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    """A client that asks for the same 30 times, of the deployment in this folder; it is killed with the block."""
+    (folder / "image.png").write_bytes(item)
+    arguments = [sys.executable, "-c", CLIENT, str(folder / "deployment.yaml"), str(folder / "image.png")]
+    with subprocess.Popen(arguments) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_what_a_client_asked_for_that_was_killed_is_given_up(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Else everybody would wait for answers that nobody takes."""
+    async with run() as it:
+        it.gate.touch()
+        with client_process(tmp_path, image(ROWS_GATED)) as asking:
+            await it.owns(30)
+            mine = it.submit()
+            await it.owns(31)
+            asking.kill()
+            await it.owns(1)
+        it.gate.unlink()
+        await results([mine])
+        await it.gives_all_back()
+
+
+async def test_a_client_that_is_stopped_is_not_taken_for_gone(run: Callable[..., Any], tmp_path: Path) -> None:
+    async with run() as it:
+        it.gate.touch()
+        with client_process(tmp_path, image(ROWS_GATED)) as asking:
+            await it.owns(30)
+            asking.send_signal(signal.SIGSTOP)
+            for _ in range(10):  # heartbeats of the tokenizer, which looks at every third whether it is there
+                await asyncio.sleep(0.1)
+                await it.owns(30)
+            asking.send_signal(signal.SIGCONT)
+            it.gate.unlink()
+            assert await asyncio.to_thread(asking.wait, PATIENCE_S) == 0
+
+
+async def test_a_tokenizer_that_drains_takes_nothing_new_and_finishes_what_it_has(run: Callable[..., Any]) -> None:
+    async with run() as it:
+        it.gate.touch()
+        owned = it.submit(rows=ROWS_GATED)
+        await it.owns(1)
+        pid = it.supervisor.processes["tokenizer", 0]
+        os.kill(pid, signal.SIGTERM)
+        await it._says(lambda members: "leaving" in {member.state for member in members})
+        refused = await it.submit()
+        assert isinstance(refused, wire.Busy), refused
+        assert refused.reason == "the deployment is draining"
+        it.gate.unlink()
+        await results([owned])
+        await it.lives_again("tokenizer", 0, pid)  # else the next signal is its second, which cancels it
+
+
+@asynccontextmanager
+async def stranger(deployment: Deployment) -> AsyncIterator[Dealer]:
+    """Another client, which keeps to nothing."""
+    address = Runtime.of(deployment).front_door(0)
+    with open_context() as context:
+        with closing(Dealer(context, address, "tokenizer-0", Limits(), lambda problem: None)) as dealer:
+            yield dealer
+
+
+async def test_a_request_takes_no_longer_than_the_deployment_s_limit_whatever_its_client_says(
+    run: Callable[..., Any],
+) -> None:
+    async with run(request_timeout_s=0.5) as it, stranger(it.deployment) as dealer:
+        it.gate.touch()
+        submit = wire.Submit(bytes(16), 0, (wire.ImagePart(0),), 1, 86_400_000)
+        dealer.send_nowait(submit, [image(ROWS_GATED)])
+        async with asyncio.timeout(PATIENCE_S):
+            outcome: Any = None
+            while outcome is None or isinstance(outcome, wire.Members):
+                outcome = (await dealer.receive()).message
+        it.gate.unlink()
+        assert outcome.failure.kind == "DeadlineExceeded"
+        assert outcome.failure.problem.startswith("not done within 0.5 s")
+
+
+async def test_nobody_cancels_what_another_client_asked_for(run: Callable[..., Any]) -> None:
+    async with run() as it, stranger(it.deployment) as dealer:
+        it.gate.touch()
+        owned = it.submit(bytes(16), ROWS_GATED)
+        await it.owns(1)
+        dealer.send_nowait(wire.Cancel(bytes(16), 0))
+        dealer.send_nowait(wire.Hello(wire.PROTOCOL_VERSION, wire.Origin("client", 0, 7), "client"))
+        async with asyncio.timeout(PATIENCE_S):
+            await dealer.receive()  # so the other has been taken too
+        it.gate.unlink()
+        await results([owned])

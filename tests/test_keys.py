@@ -159,3 +159,27 @@ def test_the_commands(tmp_path: Path) -> None:
     assert client_keys(ann).server == ServerKeys.read(keys).pair.public
     assert run("add", keys, "ann", "--out", str(tmp_path / "other"))[0] == 2
     assert run("new", str(tmp_path / "no" / "keys"))[0] == 2
+
+
+def test_a_folder_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes an empty path for the present folder, which of course exists."""
+    monkeypatch.chdir(tmp_path)
+    make_keys(tmp_path / "keys")
+    for arguments in (["new", ""], ["add", "keys", "ann", "--out", ""]):
+        done = CliRunner().invoke(main, ["keys", *arguments])
+        assert done.exit_code == 2
+        assert "'' is no path; name a folder" in done.output
+    with pytest.raises(OutputError, match=r"^'': no name of a client"):
+        add_client(tmp_path / "keys", "", tmp_path / "out")
+
+
+def test_config_check_says_where_keys_are_a_client_s_alone(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    file = tmp_path / "deployment.yaml"
+    file.write_text("name: a\nnetwork: {bind: 127.0.0.1}\nsecurity: {keys: keys}\n")
+    assert CliRunner().invoke(main, ["config", "check", str(file)]).output == f"{file}: ok\n"
+    (tmp_path / "keys" / "server.key_secret").unlink()
+    done = CliRunner().invoke(main, ["config", "check", str(file)])
+    assert done.exit_code == 0
+    assert "note: security.keys: " in done.output
+    assert "this machine cannot be the deployment's" in " ".join(done.output.split())

@@ -1,0 +1,88 @@
+"""What a client asks for, checked before any of it is sent: an error names the argument, its value and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import BadRequest
+from tensorferry.codecs.frames import Buffer, Limits
+from tensorferry.pipeline.parts import KINDS
+
+REQUEST_NBYTES = 16
+
+
+def check_arguments(output_tokens: object, deadline_s: object, request: object, traceparent: object) -> None:
+    """Raises BadRequest. Callers need not have checked their types."""
+    if isinstance(output_tokens, bool) or not isinstance(output_tokens, int):
+        raise BadRequest(f"output_tokens is {_shown(output_tokens)}; give an integer, 0 to {wire.MAX_OUTPUT_TOKENS}")
+    if not 0 <= output_tokens <= wire.MAX_OUTPUT_TOKENS:
+        raise BadRequest(f"output_tokens of {output_tokens}; 0 to {wire.MAX_OUTPUT_TOKENS} are possible")
+    if deadline_s is not None:
+        if isinstance(deadline_s, bool) or not isinstance(deadline_s, Real):
+            raise BadRequest(f"deadline_s is {_shown(deadline_s)}; give seconds as a number, or None")
+        if not float(deadline_s) > 0:
+            raise BadRequest(f"deadline_s of {deadline_s}: it must be more than 0")
+    if request is not None and (not isinstance(request, bytes) or len(request) != REQUEST_NBYTES):
+        has = f" of {len(request)} bytes" if isinstance(request, bytes) else ""
+        raise BadRequest(f"request is {_shown(request)}{has}; give bytes, {REQUEST_NBYTES} of them, or None")
+    if traceparent is not None and not isinstance(traceparent, str):
+        raise BadRequest(f"traceparent is {_shown(traceparent)}; give the header as a str, or None")
+
+
+def check_list(parts: object) -> None:
+    """Raises BadRequest for one text in the place of a list of parts: its characters would be taken for texts."""
+    if isinstance(parts, str | bytes):
+        raise BadRequest(f"parts is {_shown(parts)}; give a list, also of one part: [{_short(parts)}]")
+
+
+def check_parts(parts: Sequence[wire.Part], frames: Sequence[Buffer], limits: Limits) -> None:
+    """Raises BadRequest, naming a part by its place. limits: of the tokenizer's front door."""
+    if not parts:
+        raise BadRequest(f"parts is empty; a request has one part or more, each of them {KINDS}")
+    if len(parts) > wire.MOST_PARTS:
+        raise BadRequest(f"parts has {len(parts)}; a request has {wire.MOST_PARTS} at most: join neighbouring texts")
+    for index, part in enumerate(parts):
+        if isinstance(part, wire.TextPart):
+            if len(part.text) > wire.MOST_CHARACTERS:
+                raise BadRequest(
+                    f"part {index}: a text of {len(part.text)} characters; {wire.MOST_CHARACTERS} are possible, so "
+                    "split it into several parts"
+                )
+            try:
+                part.text.encode()
+            except UnicodeEncodeError as problem:
+                found = part.text[problem.start]
+                raise BadRequest(
+                    f"part {index}: a text with {found!a} at character {problem.start}, half of a surrogate pair, "
+                    "which UTF-8 does not have: leave it away, or decode the text with errors='replace'"
+                ) from None
+        elif isinstance(part, wire.TokensPart) and len(part.ids) > wire.MOST_IDS_NBYTES:
+            raise BadRequest(
+                f"part {index}: {len(part.ids) // 4} token ids; {wire.MOST_IDS_NBYTES // 4} are possible, so split "
+                "them into several parts"
+            )
+
+    if len(frames) >= limits.frames:
+        raise BadRequest(
+            f"parts have {len(frames)} files, pictures of videos and tensors; {limits.frames - 1} are possible"
+        )
+    if (nbytes := sum(memoryview(frame).nbytes for frame in frames)) > limits.inline_nbytes:
+        raise BadRequest(
+            f"parts have {nbytes} bytes of files and tensors; {limits.inline_nbytes} are possible (limits.request_mb: "
+            f"{limits.inline_nbytes >> 20}): send fewer or smaller ones, or raise that"
+        )
+    nbytes = sum(len(part.text.encode()) for part in parts if isinstance(part, wire.TextPart))
+    nbytes += sum(len(part.ids) for part in parts if isinstance(part, wire.TokensPart))
+    if nbytes > limits.header_nbytes:
+        raise BadRequest(f"parts have {nbytes} bytes of text and token ids; {limits.header_nbytes} are possible")
+
+
+def _shown(value: object) -> str:
+    return f"the {type(value).__name__} {_short(value)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

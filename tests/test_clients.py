@@ -1,0 +1,86 @@
+"""The clients that a tokenizer knows: who has left, and what is said of that."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import PeerBusy
+from tensorferry.codecs.frames import Limits
+from tensorferry.pipeline.channels import Dealer, FrontDoor, open_context
+from tensorferry.stages.clients import Clients
+
+DEADLINE_S = 10.0
+ORIGIN = wire.Origin("tokenizer", 0, 1)
+MEMBERS = wire.Members(ORIGIN, True, ())
+HELLO = wire.Hello(wire.PROTOCOL_VERSION, wire.Origin("client", 0, 7), "client")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        yield f"ipc://{folder}/door"
+
+
+async def test_who_only_looked_and_has_left_is_no_warning_and_one_whose_answer_is_lost_is(address: str) -> None:
+    counted: list[str] = []
+    counters: Any = SimpleNamespace(count=counted.append)
+    with open_context() as context, closing(FrontDoor(context, address, Limits(), lambda problem: None)) as door:
+        clients = Clients(door, lambda: MEMBERS, 5.0, counters)
+        with capture_logs() as logs:
+            assert not clients.answer(b"nobody", MEMBERS)
+        assert ([log["log_level"] for log in logs], counted) == (["debug"], [])
+        with capture_logs() as logs:
+            assert not clients.answer(b"nobody", wire.Busy(bytes(16), 0, 1, "full"))
+        assert ([log["log_level"] for log in logs], counted) == (["warning"], ["answers_undeliverable"])
+
+
+async def test_a_client_is_gone_once_its_connection_has_ended(address: str) -> None:
+    counters: Any = SimpleNamespace(count=lambda name: None)
+    with open_context() as context:
+        with closing(FrontDoor(context, address, Limits(), lambda problem: None)) as door:
+            clients = Clients(door, lambda: MEMBERS, 5.0, counters)
+            with closing(Dealer(context, address, "door", Limits(), lambda problem: None)) as dealer:
+                dealer.send_nowait(HELLO)
+                async with asyncio.timeout(DEADLINE_S):
+                    peer = (await door.receive()).peer
+                clients.greeted(peer)
+                assert not clients.is_gone(peer, 0.0)
+            async with asyncio.timeout(DEADLINE_S):
+                while not clients.is_gone(peer, 0.0):  # noqa: ASYNC110  (ZeroMQ's thread sees to the end)
+                    await asyncio.sleep(0.005)
+            assert clients.is_gone(peer, 0.0)
+
+
+def test_a_client_that_reads_nothing_is_there() -> None:
+    def full(peer: bytes, message: wire.Message) -> None:
+        raise PeerBusy("client")
+
+    door: Any = SimpleNamespace(send_nowait=full)
+    counters: Any = SimpleNamespace(count=lambda name: None)
+    assert not Clients(door, lambda: MEMBERS, 5.0, counters).is_gone(b"stopped", 0.0)
+
+
+async def test_a_client_that_was_just_heard_is_not_asked(address: str) -> None:
+    counters: Any = SimpleNamespace(count=lambda name: None)
+    with open_context() as context:
+        with closing(FrontDoor(context, address, Limits(), lambda problem: None)) as door:
+            clients = Clients(door, lambda: MEMBERS, 5.0, counters)
+            with closing(Dealer(context, address, "door", Limits(), lambda problem: None)) as dealer:
+                dealer.send_nowait(HELLO)
+                async with asyncio.timeout(DEADLINE_S):
+                    peer = (await door.receive()).peer
+                    clients.greeted(peer)
+                    await dealer.receive()
+                    assert not clients.is_gone(peer, 60.0)
+                    assert not clients.is_gone(peer, 0.0)
+                    await dealer.receive()
+                assert dealer.receive_nowait() is None
