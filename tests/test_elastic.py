@@ -6,6 +6,7 @@ too, and memory is there for as long as anybody has it mapped or holds a descrip
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
@@ -14,8 +15,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,6 +34,8 @@ from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach
+from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.stage import Stage
 
 MIB = 1 << 20
 CHUNK = 2 * MIB  #: the stub's granularity
@@ -834,6 +838,140 @@ def test_a_lease_that_waits_is_woken_by_the_end(create: Create, stub: Stub, unti
     closing.join(WAIT_S)
     assert not closing.is_alive()
     assert [type(problem).__name__ for problem in found] == ["PoolClosed"]
+
+
+# --- what goes wrong in the thread ------------------------------------------------------------------------------------
+
+
+def fail(pool: Pool, monkeypatch: pytest.MonkeyPatch, times: int, problem: Exception, call: str = "grow") -> None:
+    """Let a pool's memory fail so often."""
+    memory = pool._growth._memory  # type: ignore[union-attr]
+    work, left = getattr(memory, call), [problem] * times
+
+    def failing(position: int) -> Any:
+        if left:
+            raise left.pop()
+        return work(position)
+
+    monkeypatch.setattr(memory, call, failing)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [RuntimeError("CUDA error: out of memory"), MemoryError(), KeyError(3), OSError(24, "Too many open files")],
+    ids=["torch", "memory", "bug", "descriptors"],
+)
+def test_whatever_fails_while_it_grows_is_counted_told_once_and_outlived(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, problem: Exception
+) -> None:
+    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    pool = create(4)
+    fail(pool, monkeypatch, 2, problem)
+    for count in (1, 2):
+        with pytest.raises(PoolFull):
+            pool.lease(2 * CHUNK).__enter__()
+        assert (mapped(pool), pool.statistics().growth_failed) == (1, count), "the position is not coming for ever"
+        until(lambda: pool._growth._refused_until_ns < time.monotonic_ns())  # type: ignore[union-attr]
+    assert [pool.check_growth(), pool.check_growth()] == [problem, None]
+    with pool.lease(2 * CHUNK):
+        assert pool.statistics().growth_refused == 0
+
+
+def test_whatever_fails_before_it_grows_is_outlived_too(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    pool = create(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._growth.chunks, "needed", lambda *_: 1 / 0)  # type: ignore[union-attr]
+        look_again(pool, until)
+    assert isinstance(pool.check_growth(), ZeroDivisionError)
+    until(lambda: pool.fits([3 * CHUNK]))
+
+
+def test_a_chunk_that_cannot_be_unmapped_stays_in_the_budget_and_is_tried_again(
+    create: Create, monkeypatch: pytest.MonkeyPatch, stub: Stub, until: Until
+) -> None:
+    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    pool = create(4)
+    with pool.lease(4 * CHUNK):
+        pass
+    pool.reclaim()
+    stub.refuse("cuMemUnmap", "CUDA_ERROR_UNKNOWN")
+    idle_after(pool, 0.0)
+    until(lambda: pool.statistics().growth_failed >= 3)
+    assert (retiring(pool), pool.statistics().retired, physical(os.getpid())) == (1, 0, 4), "one is enough to know"
+    assert not pool.growing([4 * CHUNK]), "its memory is still there"
+    assert isinstance(pool.check_growth(), CudaError)
+    assert pool.check_growth() is None
+    stub.allow()
+    shrink_to(pool, until, 0)
+    assert (pool.statistics().retired, physical(os.getpid())) == (3, 1)
+    with pool.lease(4 * CHUNK):
+        pass
+
+
+@pytest.mark.parametrize("problem", [CudaError("cuMemUnmap", "CUDA_ERROR_LAUNCH_FAILED"), "torch's"], ids=["ours", ""])
+@pytest.mark.parametrize("call", ["grow", "shrink"])
+def test_r10_a_context_that_is_lost_in_the_thread_is_told_to_who_asks_and_to_who_looks(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, call: str, problem: Any
+) -> None:
+    if problem == "torch's":
+        problem = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+    pool = create(4)
+    growing = pool._growth
+    assert growing is not None
+    if call == "shrink":
+        with pool.lease(3 * CHUNK):
+            pass
+        pool.reclaim()
+    fail(pool, monkeypatch, 99, problem, call)
+    idle_after(pool, 0.0)
+    if call == "grow":
+        growing.ask([3 * CHUNK])
+    until(lambda: pool.check_growth() is problem)
+    assert pool.check_growth() is problem, "as often as anybody looks"
+    for ask in (lambda: pool.lease(4 * CHUNK).__enter__(), lambda: pool.fits([4 * CHUNK])):
+        with pytest.raises(type(problem)) as raised:
+            ask()
+        assert raised.value is problem
+    statistics = pool.statistics()
+    assert statistics.mapped_nbytes + statistics.retiring_nbytes <= 4 * CHUNK
+    assert growing._patience_s() is None, "and nothing more is tried"
+
+
+async def test_r10_a_stage_s_next_look_finds_the_lost_context(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    pool, ended = create(4), []
+    lost = CudaError("cuMemCreate", "CUDA_ERROR_ECC_UNCORRECTABLE")
+    fail(pool, monkeypatch, 1, lost)
+    assert pool.growing([2 * CHUNK])
+    until(lambda: pool.check_growth() is lost)
+    monkeypatch.setattr("tensorferry.pipeline.stage.Broker", lambda *_, **__: Serving())
+    stage = Stage.__new__(Stage)
+    stage.origin, stage.runtime = Origin("encoder", 0, 7), SimpleNamespace(broker=lambda *_: "")  # type: ignore[assignment]
+    stage.deployment, stage.mends = Deployment(name="a"), []
+    stage.peers = SimpleNamespace(announce=lambda _: None, admitted=None)  # type: ignore[assignment]
+
+    def end(problem: BaseException) -> None:
+        ended.append(problem)
+        raise asyncio.CancelledError  # the process ends here
+
+    monkeypatch.setattr(stage, "outlive", end)
+    async with AsyncExitStack() as undo:
+        with pytest.raises(asyncio.CancelledError):
+            await (await stage.serve(pool, undo))
+    assert ended == [lost]
+
+
+class Serving(AbstractAsyncContextManager[Any]):
+    """As much of a Broker as a stage has without consumers."""
+
+    mend = staticmethod(lambda: False)
+    check_words = staticmethod(lambda: None)
+
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 # --- the line -------------------------------------------------------------------------------------------------------

@@ -231,6 +231,15 @@ class Pool:
             found, self._distrusted = self._distrusted, []
             return found
 
+    def check_growth(self) -> Exception | None:
+        """What went wrong in an elastic pool's thread, which goes on: for the periodic recycler to say so.
+
+        The problem that cost this process its GPU, whenever it is asked for: what leases want of the pool from then on
+        raises it too. Else the first one, once; the others are counted, as `growth_failed`.
+        """
+        with self._lock():
+            return None if self._growth is None else self._growth.problem()
+
     # --- by message
 
     def letters(self) -> list[Letter]:
@@ -275,7 +284,8 @@ class Pool:
         """A range of the pool to write into, for the length of a `with` block. Raises ValueError below 0 bytes.
 
         Entering raises PoolClosed, and PoolFull when nothing can be had now; in an elastic pool below its budget, when
-        no chunk came within `grow_wait_s`, or at once with patient=False. The block's end settles the lease:
+        no chunk came within `grow_wait_s`, or at once with patient=False; and where it cannot grow because this process
+        has lost its GPU, the CudaError, or error of torch's, that said so. The block's end settles the lease:
         dispatched, and it is the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing
         may write to the range after the block. In GPU memory: write on the stream that is current when the block
         begins, or `View.join`; entering raises StreamCapturing too.
@@ -353,6 +363,7 @@ class Pool:
                 retired=0 if growth is None else growth.retired,
                 growth_waits=self._growth_waits,
                 growth_refused=0 if growth is None else growth.refused,
+                growth_failed=0 if growth is None else growth.failed,
             )
 
     def close(self) -> None:
