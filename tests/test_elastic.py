@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -556,6 +557,49 @@ def test_upkeep_maps_ahead_of_need(create: Create, stub: Stub) -> None:
             mapping = reader._pools[pool.description.pool].mapping
             assert mapping is not None
             assert len(mapping._mapped) >= 3
+
+
+@pytest.mark.parametrize("moment", ["upkeep", "detach"])
+def test_a_chunk_that_cannot_be_had_or_given_up_does_not_keep_the_others(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, moment: str
+) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        connect_here(pool, reader)
+        with pool.lease(4 * CHUNK):
+            pass
+        mapping = reader._pools[pool.description.pool].mapping
+        assert mapping is not None
+        memory = mapping._memory
+        first, second = CudaError("first", "CUDA_ERROR_UNKNOWN"), CudaError("second", "CUDA_ERROR_UNKNOWN")
+        bad = {"map": {0: first, 3: second}, "unmap": {1: first, 2: second}}
+        do = {"map": memory.map, "unmap": memory.unmap}
+
+        def work(call: str, position: int, *handle: Any) -> None:
+            if position in bad[call]:
+                raise bad[call][position]
+            do[call](position, *handle)
+
+        for call in bad:
+            monkeypatch.setattr(memory, call, partial(work, call))
+        with pytest.raises(CudaError, match="first"):
+            reader.upkeep()
+        assert (set(mapping._mapped), set(mapping._arrived)) == ({1, 2}, {0, 3})
+        bad["map"].clear()
+        reader.upkeep()
+        assert set(mapping._mapped) == {0, 1, 2, 3}
+        if moment == "detach":
+            with pytest.raises(CudaError, match="first"):
+                reader.detach(pool.description.pool)
+            shrink_to(pool, until, 2)
+            return
+        shrink_to(pool, until, 3)
+        with pytest.raises(CudaError, match="first"):
+            reader.upkeep()
+        assert (set(mapping._mapped), retiring(pool)) == ({0, 1, 2}, 2), "3 is not theirs any more"
+        bad["unmap"].clear()
+        reader.upkeep()
+        assert (set(mapping._mapped), retiring(pool)) == ({0}, 0)
 
 
 def test_what_is_there_is_in_the_line_when_a_consumer_is_admitted(create: Create, until: Until) -> None:
