@@ -109,6 +109,8 @@ class Pool:
         """
         if memory not in get_args(PoolMemory):
             raise ValueError(f"memory={memory!r}: a pool lies in one of {', '.join(get_args(PoolMemory))}")
+        if mail is not None and mail not in get_args(HandleKind):
+            raise ValueError(f"mail={mail!r}: chunks are handed over by one of {', '.join(get_args(HandleKind))}")
         if mail is not None and memory != "cuda_vmm":
             raise ValueError(f"mail={mail!r} with memory={memory!r}: only cuda_vmm is acknowledged by message")
         nbytes = whole("nbytes", nbytes, -MAX_NBYTES, MAX_NBYTES)  # of none or less, the memory says what it needs
