@@ -372,6 +372,39 @@ def test_p5_a_budget_that_chunks_do_not_divide_stays_a_hard_cap(stub: Stub) -> N
         assert (pool.description.nbytes, pool.description.chunk_nbytes) == (340 * MIB, 34 * MIB)
 
 
+@pytest.mark.parametrize("how", ["interrupted", "interrupted early", "no thread"])
+def test_l4_a_pool_that_was_not_made_leaves_nothing(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, belongings: Callable[[], Any], until: Until, how: str
+) -> None:
+    Pool.create(4 * CHUNK, 8, memory="cuda_vmm", chunk_nbytes=CHUNK).close()
+    before, threads = belongings(), threading.active_count()
+    start, late = threading.Thread.start, list[threading.Thread]()
+
+    def started_late(thread: threading.Thread) -> None:
+        """Ctrl-C while `start` waits for the thread to begin: it does, later."""
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if how == "interrupted":
+            patch.setattr(threading.Condition, "wait_for", interrupted)
+        else:
+            patch.setattr(threading.Thread, "start", started_late if how == "interrupted early" else refused)
+        with pytest.raises((KeyboardInterrupt, RuntimeError), match="start new thread" if how == "no thread" else None):
+            Pool.create(4 * CHUNK, 8, memory="cuda_vmm", chunk_nbytes=CHUNK)
+    assert physical(os.getpid()) == 0
+    for thread in late:
+        start(thread)
+    until(lambda: threading.active_count() == threads and not belongings().gained_since(before))
+    assert physical(os.getpid()) == 0, "a thread that began late has made nothing"
+
+
 # --- shrinking ---------------------------------------------------------------------------------------------------
 
 

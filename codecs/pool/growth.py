@@ -46,7 +46,7 @@ class Holder(Protocol):
 
 
 class Growth:
-    """The chunks of one pool. Methods are called under the pool's lock, save `wait` and `end`."""
+    """The chunks of one pool. Methods are called under the pool's lock, save `start`, `wait` and `end`."""
 
     def __init__(
         self,
@@ -79,10 +79,7 @@ class Growth:
         self._news = threading.Condition()
         self._round = 0  # counts what may have made room
         self._thread = threading.Thread(target=self._run, name="tensorferry-growth", daemon=True)
-        self._wake.set()
-        self._thread.start()
-        with self._news:  # the first spare is there when the first tensor is, or cannot be had
-            self._news.wait_for(lambda: self._round, FIRST_S)
+        self._at_work = threading.Lock()  # the thread's, as long as it runs
 
     # --- for the pool, under its lock
 
@@ -156,6 +153,14 @@ class Growth:
 
     # --- for others
 
+    def start(self) -> None:
+        """Start the thread, and wait for the first spare, which is there when the first tensor is, or cannot be had.
+        `end` is to be called also where this was interrupted."""
+        self._wake.set()
+        self._thread.start()
+        with self._news:
+            self._news.wait_for(lambda: self._round, FIRST_S)
+
     def wait(self, since: int, until: float) -> None:
         """Until room may have been made after `ask` gave `since`, or it is time to ask again; at most until that time,
         of time.monotonic()."""
@@ -167,20 +172,26 @@ class Growth:
         """End the thread, which takes as long as what it is doing. The chunks stay, and are the memory's to close."""
         self._ended = True
         self._wake.set()
-        self._thread.join()
+        with (
+            self._at_work
+        ):  # not `join` alone: a start that was interrupted may have left a thread that is yet to begin
+            pass
+        if self._thread.is_alive():
+            self._thread.join()
 
     # --- the thread
 
     def _run(self) -> None:
-        while not self._ended:
-            self._wake.wait(self._patience_s())
-            self._wake.clear()
-            for work in (self._grow, self._shrink):
-                if self._lost is None:
-                    try:
-                        work()
-                    except Exception as problem:
-                        self._outlive(problem)
+        with self._at_work:
+            while not self._ended:
+                self._wake.wait(self._patience_s())
+                self._wake.clear()
+                for work in (self._grow, self._shrink):
+                    if self._lost is None:
+                        try:
+                            work()
+                        except Exception as problem:
+                            self._outlive(problem)
 
     def _outlive(self, problem: Exception) -> None:
         """Whatever was to be done is done later, or told to be impossible; the thread goes on."""

@@ -60,7 +60,8 @@ class Pool:
         idle_s: float = IDLE_S,
         grow_wait_s: float = GROW_WAIT_S,
     ) -> None:
-        """growing: the segment, if its memory comes in chunks. mail: see `Export`."""
+        """growing: the segment, if its memory comes in chunks; then the pool is empty until it grows, see `create`.
+        mail: see `Export`."""
         self.description = description
         self.producer, self.mail = producer, mail
         self._distrusted: list[int] = []  # quarantined for what they wrote, and not reported by `check_words` yet
@@ -119,7 +120,7 @@ class Pool:
         idle_s, grow_wait_s = seconds("idle_s", idle_s), seconds("grow_wait_s", grow_wait_s)
         if device is not None:
             device = whole("device", device, 0, MOST_DEVICES)
-        producer, pool = whole("producer", producer or new_nonce(), 1, LAST_NONCE), new_nonce()
+        producer, name = whole("producer", producer or new_nonce(), 1, LAST_NONCE), new_nonce()
         with ExitStack() as undo:
             segment: Memory
             growing: VmmSegment | None = None
@@ -132,13 +133,18 @@ class Pool:
             else:
                 segment = HostSegment.create(nbytes, NAME, go_on)
             undo.callback(segment.close)
-            description = PoolDescription(pool, memory, segment.nbytes, slots, growing.chunk_nbytes if growing else 0)
-            control = ControlPage.create(slots, pool, producer, positions_of(description))
+            description = PoolDescription(name, memory, segment.nbytes, slots, growing.chunk_nbytes if growing else 0)
+            control = ControlPage.create(slots, name, producer, positions_of(description))
             undo.callback(control.close)
             segment.adopt(control)
+            undo.callback(segment.disown, control)
+            times = {"idle_s": idle_s, "grow_wait_s": grow_wait_s}
+            pool = cls(segment, control, description, producer, growing=growing, mail=mail, **times)
+            if pool._growth is not None:
+                undo.callback(pool._growth.end)
+                pool._growth.start()
             undo.pop_all()
-        times = {"idle_s": idle_s, "grow_wait_s": grow_wait_s}
-        return cls(segment, control, description, producer, growing=growing, mail=mail, **times)
+        return pool
 
     def __enter__(self) -> Pool:
         return self
