@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from tensorferry.codecs.errors import FerryError, LeaseError
@@ -301,9 +303,12 @@ class Growth:
 
     def _surplus(self) -> int | None:
         """An idle position that the ledger has let go of, and that leaves a spare."""
-        nbytes = self.chunks.chunk_nbytes
+        nbytes, free = self.chunks.chunk_nbytes, sorted(self._ledger.free)
         for position in self.chunks.idle(time.monotonic_ns() - self._idle_ns):
-            if self._ledger.shrink(position * nbytes, nbytes):
+            at = (
+                bisect_right(free, position * nbytes, key=itemgetter(0)) - 1
+            )  # the ledger looks at one range after another
+            if at >= 0 and free[at][1] >= (position + 1) * nbytes and self._ledger.shrink(position * nbytes, nbytes):
                 if self._ledger.longest_free_nbytes >= nbytes:
                     return position
                 self._ledger.grow(position * nbytes, nbytes)
