@@ -551,6 +551,32 @@ def test_r8_so_is_a_producer(create: Create, reader: Reader) -> None:
     assert reader.letters() == [], "nobody is there to be told"
 
 
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("told", [True, False], ids=["by its supervisor", "by its pidfd"])
+def test_r7_a_producer_that_ends_after_it_was_left_is_told_nothing_more(
+    stub: Stub, start_peer: Callable[..., Peer], belongings: Callable[[], Any], until: Until, told: bool
+) -> None:
+    producer = start_peer("chunk_peer.py", **stub.environ)
+    options = {"memory": "cuda_vmm", "chunk_nbytes": CHUNK, "mail": "posix_fd", "grow_wait_s": 20.0}
+    with Reader() as reader:
+        before = belongings()
+        producer.ask("create", 2 * CHUNK, 8, options)
+        column, pool = producer.offer(reader)
+        epoch = reader._pools[pool].producer_epoch
+        reader.acknowledge(msgspec.msgpack.decode(producer.ask("publish", column, bytes(100)), type=Proxy))
+        reader.detach(pool)
+        for _ in range(2):
+            assert [letter.to for letter in reader.letters()] == [epoch], "it lives, and may not have heard"
+        if told:
+            reader.producer_died(epoch + 1)
+            assert reader.letters()
+            reader.producer_died(epoch)
+            assert reader.letters() == []
+        producer.kill()
+        assert (reader.orphans(), reader.letters(), reader._mail) == (frozenset(), [], {})
+        until(lambda: not belongings().gained_since(before))
+
+
 # --- admission --------------------------------------------------------------------------------------------------
 
 
