@@ -849,6 +849,116 @@ def test_c3_an_importer_killed_while_chunks_come_and_go(
     other.ask("reset")
 
 
+def calls(stub_cuda: Any) -> list[str]:
+    """What the driver was asked since the last time, in order."""
+    found = [call for call, result in stub_cuda.calls() if result == "ok"]
+    (stub_cuda.folder / "calls.log").write_text("")
+    return found
+
+
+def test_b2_who_leaves_waits_for_the_device_and_then_gives_its_addresses_up(
+    create: Create, stub_cuda: Any, until: Until
+) -> None:
+    pool = create(2)
+    with Reader() as reader:
+        connect_here(pool, reader)
+        with pool.lease(2 * CHUNK):
+            reader.upkeep()
+        mapping = reader._pools[pool.description.pool].mapping
+        assert mapping is not None
+        assert len(mapping._mapped) == 2
+        calls(stub_cuda)
+        reader.detach(pool.description.pool)
+        last = ["cuMemHostUnregister", "cuMemAddressFree", "cuDevicePrimaryCtxRelease"]
+        assert calls(stub_cuda) == ["cuCtxSynchronize", *2 * ["cuMemUnmap"], *last]
+        mapping._line.receive = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+        mapping.upkeep()  # of a thread that was about to: there is nothing left to look at
+    pool.close()
+    [unregister, *last] = last
+    assert calls(stub_cuda) == [unregister, "cuCtxSynchronize", *2 * ["cuMemUnmap"], *last]
+
+
+@pytest.mark.parametrize("problem", ["a budget below a chunk", "no addresses"])
+def test_a_pool_that_is_refused_keeps_no_context(stub: Stub, stub_cuda: Any, problem: str) -> None:
+    if problem == "no addresses":
+        stub.refuse("cuMemAddressReserve")
+    with pytest.raises((BudgetTooSmall, CudaError)):
+        Pool.create(CHUNK if problem == "no addresses" else MIB, memory="cuda_vmm")
+    asked = calls(stub_cuda)
+    assert asked.count("cuDevicePrimaryCtxRetain") == asked.count("cuDevicePrimaryCtxRelease") == 1
+
+
+def test_nobody_waits_for_the_driver(create: Create, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    """The pool's lock is taken on event loops."""
+    pool = create(4)
+    memory, locked = pool._growth._memory, list[bool]()  # type: ignore[union-attr]
+    do = {"grow": memory.grow, "shrink": memory.shrink}
+
+    def work(call: str, position: int) -> Any:
+        locked.append(pool._lock._is_mine())
+        return do[call](position)
+
+    for call in do:
+        monkeypatch.setattr(memory, call, partial(work, call))
+    with pool.lease(4 * CHUNK):
+        pass
+    shrink_to(pool, until)
+    assert locked == [False] * 6
+
+
+def test_the_thread_takes_back_what_was_acknowledged_before_it_grows(create: Create, until: Until) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        reader.acknowledge(publish(pool, column, some(CHUNK)))
+        look_again(pool, until)
+        until(lambda: pool.statistics().lent_slots == 0)
+
+
+def test_the_thread_sends_again_what_could_not_be_sent(
+    create: Create, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        growing, line = pool._growth, pool._consumers[column].line
+        assert growing is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(line, "send", lambda *_: False)
+            with pool.lease(2 * CHUNK):
+                until(lambda: pool.statistics().grown == 3)
+            assert not any(growing.chunks.is_sent(position, column) for position in (1, 2))
+        growing._wake.set()
+        until(lambda: all(growing.chunks.is_sent(position, column) for position in (1, 2)))  # and nobody dispatches
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "torch"])
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_a_chunk_that_cannot_be_mapped_holds_nothing(
+    create: Create, stub: Stub, monkeypatch: pytest.MonkeyPatch, side: str, call: str
+) -> None:
+    """torch: it asks the driver about the first chunk's first byte."""
+    pool = create(4) if side == "consumer" else None
+    with Reader() as reader, monkeypatch.context() as patch:
+        if pool is not None:
+            connect_here(pool, reader)
+        handles = len(stub.driver.chunks)
+        if call == "torch":
+            patch.setattr(stub.device, "over", lambda *_: 1 / 0)
+        else:
+            stub.refuse(call)
+        if pool is not None:
+            memory: Any = reader._pools[pool.description.pool].memory
+            with pytest.raises((CudaError, ZeroDivisionError)):
+                reader.upkeep()
+        else:
+            pool = create(4)
+            memory = pool._segment
+            assert (mapped(pool), physical(os.getpid())) == (0, 0)
+        assert (len(stub.driver.chunks), memory._space._mapped) == (handles, set())
+        stub.allow()
+
+
 # --- over and over --------------------------------------------------------------------------------------------------
 
 
