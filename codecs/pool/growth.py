@@ -81,7 +81,8 @@ class Growth:
         self._news = threading.Condition()
         self._round = 0  # counts what may have made room
         self._thread = threading.Thread(target=self._run, name="tensorferry-growth", daemon=True)
-        self._at_work = threading.Lock()  # the thread's, as long as it runs
+        self._begun = False  # the thread has: its start may be interrupted, and it begins later all the same
+        self._beginning = threading.Lock()
 
     # --- for the pool, under its lock
 
@@ -172,28 +173,26 @@ class Growth:
 
     def end(self) -> None:
         """End the thread, which takes as long as what it is doing. The chunks stay, and are the memory's to close."""
-        self._ended = True
+        with self._beginning:
+            self._ended = True
         self._wake.set()
-        with (
-            self._at_work
-        ):  # not `join` alone: a start that was interrupted may have left a thread that is yet to begin
-            pass
-        if self._thread.is_alive():
+        if self._begun:
             self._thread.join()
 
     # --- the thread
 
     def _run(self) -> None:
-        with self._at_work:
-            while not self._ended:
-                self._wake.wait(self._patience_s())
-                self._wake.clear()
-                for work in (self._grow, self._shrink):
-                    if self._lost is None:
-                        try:
-                            work()
-                        except Exception as problem:
-                            self._outlive(problem)
+        with self._beginning:
+            self._begun = not self._ended
+        while not self._ended:
+            self._wake.wait(self._patience_s())
+            self._wake.clear()
+            for work in (self._grow, self._shrink):
+                if self._lost is None:
+                    try:
+                        work()
+                    except Exception as problem:
+                        self._outlive(problem)
 
     def _outlive(self, problem: Exception) -> None:
         """Whatever was to be done is done later, or told to be impossible; the thread goes on."""
@@ -305,9 +304,8 @@ class Growth:
         """An idle position that the ledger has let go of, and that leaves a spare."""
         nbytes, free = self.chunks.chunk_nbytes, sorted(self._ledger.free)
         for position in self.chunks.idle(time.monotonic_ns() - self._idle_ns):
-            at = (
-                bisect_right(free, position * nbytes, key=itemgetter(0)) - 1
-            )  # the ledger looks at one range after another
+            # Asked here first, as the ledger looks at one range after another.
+            at = bisect_right(free, position * nbytes, key=itemgetter(0)) - 1
             if at >= 0 and free[at][1] >= (position + 1) * nbytes and self._ledger.shrink(position * nbytes, nbytes):
                 if self._ledger.longest_free_nbytes >= nbytes:
                     return position
