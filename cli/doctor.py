@@ -18,7 +18,7 @@ from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.facts import Facts
 from tensorferry.codecs.probe import gather
 from tensorferry.codecs.transport import TRANSPORTS, Decision, Refusal, Transport, Wanted, decide, not_yet, obstacle
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.config import Deployment, require_available
 
 PLAIN_WIDTH = 130  #: of a report that goes to a file or a pipe
 
@@ -82,7 +82,7 @@ def examine(facts: Facts, deployment: Deployment | None = None, file: str = "") 
     if deployment is None:
         pools = any(verdict.ok for rung, verdict in transports.items() if rung != "cpu")
         return Report(pools, transports, checkup(facts), facts)
-    choice = _choice(wanted, facts, file)
+    choice = _choice(deployment, wanted, facts, file)
     return Report(choice.ok, transports, checkup(facts), facts, choice)
 
 
@@ -102,11 +102,15 @@ _PROOF: dict[Transport, str] = {
 }
 
 
-def _choice(wanted: Wanted, facts: Facts, file: str) -> Choice:
+def _choice(deployment: Deployment, wanted: Wanted, facts: Facts, file: str) -> Choice:
+    """As whoever starts the deployment judges it."""
+    refusals: tuple[Refusal, ...] = ()
     try:
         decision: Decision = decide(wanted, facts)
+        refusals = decision.refusals
+        require_available(deployment)
     except ConfigError as problem:
-        return Choice(file, wanted.transport, False, "", problem.problem)
+        return Choice(file, wanted.transport, False, "", problem.problem, refusals)
     return Choice(file, wanted.transport, True, decision.transport, decision.reason, decision.refusals)
 
 

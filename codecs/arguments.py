@@ -3,8 +3,9 @@ so what is raised is Python's own, and no FerryError."""
 
 from __future__ import annotations
 
-from math import isfinite
 from operator import index
+
+MOST_S = 1e9  #: of any time: longer than a process lives, and a clock's nanoseconds can still be added to it
 
 
 def whole(name: str, value: object, least: int, most: int) -> int:
@@ -19,9 +20,9 @@ def whole(name: str, value: object, least: int, most: int) -> int:
 
 
 def seconds(name: str, value: object) -> float:
-    """A time. Raises as `whole`."""
+    """A time, from 0 to MOST_S. Raises as `whole`."""
     if not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}: a number of seconds is needed")
-    if not (isfinite(value) and value >= 0):
-        raise ValueError(f"{name}={value!r}: 0 or more seconds are possible")
+    if not 0 <= value <= MOST_S:  # nor is "not a number"
+        raise ValueError(f"{name}={value!r}: from 0 to {MOST_S:.0e} seconds are possible")
     return value

@@ -7,6 +7,7 @@ any more. Thread-safe, so that a copy thread can open and release.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from tensorferry.codecs.imported import Held, Imported
 from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.memory import Order
 from tensorferry.codecs.messages import LAST_NONCE, Chunks, Confirmed, Inline, Payload, Proxy, Retired
+from tensorferry.codecs.pidfd import is_dead
 from tensorferry.codecs.pool.consumer import check_taken, close_all
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.mail import Letter, ReleaseMail
@@ -45,6 +47,7 @@ class Reader:
         self._cache_handles = cache_handles
         self._pools: dict[int, Imported] = {}
         self._mail: dict[int, ReleaseMail] = {}  #: by pool, also of those that were detached: they must be told
+        self._left: dict[int, int] = {}  #: of those, the pidfd of the producer, where there is one
         self._idle: deque[Imported] = deque()  #: detached, and open no more: to be closed
         self._lock = Lock()
 
@@ -65,6 +68,7 @@ class Reader:
         proxies of theirs can come."""
         with self._lock():
             orphans = frozenset(pool for pool, imported in self._pools.items() if imported.is_orphan)
+            self._forget_dead()
         self._close_idle()
         return orphans
 
@@ -74,6 +78,9 @@ class Reader:
             for imported in self._pools.values():
                 if imported.producer_epoch == producer:
                     imported.bereaved = True
+            for pool in [pool for pool, mail in self._mail.items() if mail.producer == producer]:
+                if pool not in self._pools:
+                    self._forget(pool)
 
     def upkeep(self) -> None:
         """Map what peers' elastic pools have grown, ahead of need, and drop what they retired; once a second will do.
@@ -99,7 +106,14 @@ class Reader:
 
     def letters(self) -> list[Letter]:
         """What producers are to be told by message now, for the caller to send: acknowledgements whose reads are done,
-        again until they are confirmed, and what became of chunks."""
+        again until they are confirmed, and what became of chunks.
+
+        Also of pools that were detached, as long as their producer lives: a pidfd proves its death, and where there is
+        none, or after `close`, `producer_died` says so.
+        """
+        if self._left:
+            with self._lock():
+                self._forget_dead()
         now = time.monotonic()
         letters = [mail.due(now) for mail in list(self._mail.values())]
         return [letter for letter in letters if letter is not None]
@@ -122,6 +136,7 @@ class Reader:
                     raise AttachRefused(f"pool {export.description.pool} is attached already")
                 self._pools[export.description.pool] = imported
                 if imported.mail is not None:
+                    self._forget(export.description.pool)
                     self._mail[export.description.pool] = imported.mail
             undo.pop_all()
         return Attachment(export.description.pool, self.consumer), sent
@@ -138,14 +153,20 @@ class Reader:
                 return
             imported.detached = True
             if imported.is_orphan:
-                self._mail.pop(pool, None)
+                self._forget(pool)
+            elif imported.mail is not None and imported.producer is not None:
+                self._left[pool], imported.producer = imported.producer, None
             if not imported.open:
                 self._idle.append(imported)
         self._close_idle()
 
     def close(self) -> None:
+        """Detach every pool. What producers have yet to be told by message stays in `letters`."""
         for pool in list(self._pools):
             self.detach(pool)
+        with self._lock():
+            while self._left:
+                os.close(self._left.popitem()[1])
 
     # --- payloads
 
@@ -218,6 +239,16 @@ class Reader:
             if imported is not None:
                 for slot, generation in leases:
                     imported.withdraw(slot, generation)
+
+    def _forget(self, pool: int) -> None:
+        """There is nobody who is to be told of a pool."""
+        self._mail.pop(pool, None)
+        if (pidfd := self._left.pop(pool, None)) is not None:
+            os.close(pidfd)
+
+    def _forget_dead(self) -> None:
+        for pool in [pool for pool, pidfd in self._left.items() if is_dead(pidfd)]:
+            self._forget(pool)
 
     def _hold(self, proxy: Proxy) -> _Use:
         """Count one user of a living lease in; each must be counted out by `_release`."""

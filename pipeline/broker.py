@@ -199,13 +199,13 @@ class Broker:
             line.say(Refused(reason[:REASON_LENGTH]))
 
 
-async def recycle(pool: Pool, period_s: float, check_words: Callable[[], None] = lambda: None) -> None:
+async def recycle(pool: Pool, period_s: float, check: Callable[[], None] = lambda: None) -> None:
     """Take back what consumers have acknowledged, every `period_s`, until cancelled: also without new traffic.
 
-    check_words: called before anything is taken back; `Broker.check_words`.
+    check: called before anything is taken back; `Broker.check_words`, and whatever else is to be looked at so often.
     """
     while True:
-        check_words()
+        check()
         more = pool.reclaim() == RECLAIM_AT_ONCE
         await asyncio.sleep(0 if more else period_s)
 

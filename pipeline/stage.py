@@ -133,7 +133,18 @@ class Stage:
         await undo.enter_async_context(serving)
         self.mends.append(serving.mend)
         self.peers.announce(wire.Pool(self.origin, pool.description, self.runtime.broker(stage, rank)))
-        return recycle(pool, self.deployment.pool.recycle_s, serving.check_words)
+
+        def check() -> None:
+            serving.check_words()
+            self.check_growth(pool)
+
+        return recycle(pool, self.deployment.pool.recycle_s, check)
+
+    def check_growth(self, pool: Pool) -> None:
+        """See whether an elastic pool still grows and shrinks. A lost GPU ends the process."""
+        if (problem := pool.check_growth()) is not None:
+            self.outlive(problem)
+            log.error("growth_failed", exc_info=problem, remedy="it is tried again; pool_growth_failed counts on")
 
     @property
     def epoch(self) -> int:

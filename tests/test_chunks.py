@@ -92,6 +92,54 @@ def test_as_few_chunks_as_will_do(states: list[str], lent: set[int], size: int) 
     assert len(needed) == (fewest(free, absent, size) or 0)
 
 
+def plainly_needed(chunks: Chunks, absent: list[int], free: list[Range], sizes: Sequence[int]) -> list[int]:
+    """What `needed` is, said plainly: of every window, the absent positions that it touches."""
+    real, planned = joined(free), list[int]()
+    for size in sizes:
+        if not any(end - start >= size for start, end in real):
+            best: list[int] = []
+            for start, end in joined([*real, *((position * CHUNK, (position + 1) * CHUNK) for position in absent)]):
+                borders = range(-(-start // CHUNK) * CHUNK, end - size + 1, CHUNK)
+                for window in (start, *borders, end - size):
+                    if start <= window and window + size <= end:
+                        touched = [position for position in chunks.span(window, size) if position in absent]
+                        if not best or (len(touched), touched) < (len(best), best):
+                            best = touched
+            if not best:
+                continue
+            planned += best
+            absent = [position for position in absent if position not in best]
+            real = joined([*real, *((position * CHUNK, (position + 1) * CHUNK) for position in best)])
+        start, end = min((r for r in real if r[1] - r[0] >= size), key=lambda r: (r[1] - r[0], r[0]))
+        real.remove((start, end))
+        if end - start > size:
+            real.append((start + size, end))
+    return planned
+
+
+def joined(ranges: list[Range]) -> list[Range]:
+    there = sorted(byte for start, end in ranges for byte in range(start, end))
+    starts = [byte for byte in there if byte - 1 not in there]
+    return list(zip(starts, [byte + 1 for byte in there if byte + 1 not in there], strict=True))
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.sampled_from("aaamr"), min_size=1, max_size=12),
+    st.sets(st.integers(0, 12 * CHUNK - 1)),
+    st.lists(st.integers(1, 5 * CHUNK), max_size=5),
+    st.sampled_from([0, 1, 2, 3, LAST_SERIAL]),
+)
+def test_what_is_needed_for_several_sizes_is_what_the_plain_definition_says(
+    states: list[str], lent: set[int], sizes: list[int], serials: int
+) -> None:
+    chunks = made(states, serials)
+    free_bytes = [byte for byte in range(len(states) * CHUNK) if states[byte // CHUNK] == "m" and byte not in lent]
+    free = joined([(byte, byte + 1) for byte in free_bytes])
+    absent = [position for position, state in enumerate(states) if state == "a"][:serials]
+    assert chunks.needed(free, sizes) == plainly_needed(chunks, absent, free, sizes)
+
+
 def test_the_lowest_come_first_and_each_size_finds_its_own_room() -> None:
     chunks = made("aaaaa")
     assert chunks.needed([], [CHUNK]) == [0]
@@ -100,11 +148,16 @@ def test_the_lowest_come_first_and_each_size_finds_its_own_room() -> None:
     assert chunks.needed([], [9 * CHUNK, CHUNK]) == [0], "what never fits is passed over"
     assert made("mamaa").needed([(2, CHUNK), (2 * CHUNK, 3 * CHUNK)], [2 + CHUNK]) == [1]
     assert chunks.needed([], []) == []
+    pieces = [(3, 4), (12, 14), (19, 20), (24, 25)]  # so one chunk is enough, at 2 or at 5
+    assert made("maammam").needed(pieces, [CHUNK + 2]) == [2], (
+        "the lowest, though another one joins what is free before"
+    )
 
 
-def made(states: Sequence[str]) -> Chunks:
-    """Of positions that are absent, mapped or retiring."""
-    chunks = Chunks(len(states), CHUNK)
+def made(states: Sequence[str], serials: int = LAST_SERIAL) -> Chunks:
+    """Of positions that are absent, mapped or retiring; so many more can come."""
+    there = sum(state != "a" for state in states)
+    chunks = Chunks(len(states), CHUNK, first_serial=max(1, LAST_SERIAL - serials - there + 1))
     for position, state in enumerate(states):
         if state != "a":
             chunks.begin(position)

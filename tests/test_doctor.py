@@ -160,6 +160,8 @@ def test_exit_status_without_a_pool_is_1(monkeypatch) -> None:
         ("transport: auto", 0, "cpu: every pool was refused"),
         ("transport: shm", 1, "shm will not work here: sealed memory cannot"),
         ("transport: cuda_ipc", 1, "cuda_ipc will not work here: there is no NVIDIA CUDA"),
+        ("transport: cpu\nnodes: 2", 1, "asks for cpu; 2 nodes come with a later version; use 1 until then"),
+        ("nodes: 2", 1, "asks for auto; 2 nodes come with a later version"),
     ],
 )
 def test_exit_status_with_a_file_is_its_choice(monkeypatch, tmp_path, text: str, status: int, words: str) -> None:

@@ -6,6 +6,7 @@ too, and memory is there for as long as anybody has it mapped or holds a descrip
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
@@ -14,8 +15,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,6 +35,8 @@ from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach
+from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.stage import Stage
 
 MIB = 1 << 20
 CHUNK = 2 * MIB  #: the stub's granularity
@@ -367,6 +372,39 @@ def test_p5_a_budget_that_chunks_do_not_divide_stays_a_hard_cap(stub: Stub) -> N
         assert (pool.description.nbytes, pool.description.chunk_nbytes) == (340 * MIB, 34 * MIB)
 
 
+@pytest.mark.parametrize("how", ["interrupted", "interrupted early", "no thread"])
+def test_l4_a_pool_that_was_not_made_leaves_nothing(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, belongings: Callable[[], Any], until: Until, how: str
+) -> None:
+    Pool.create(4 * CHUNK, 8, memory="cuda_vmm", chunk_nbytes=CHUNK).close()
+    before, threads = belongings(), threading.active_count()
+    start, late = threading.Thread.start, list[threading.Thread]()
+
+    def started_late(thread: threading.Thread) -> None:
+        """Ctrl-C while `start` waits for the thread to begin: it does, later."""
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if how == "interrupted":
+            patch.setattr(threading.Condition, "wait_for", interrupted)
+        else:
+            patch.setattr(threading.Thread, "start", started_late if how == "interrupted early" else refused)
+        with pytest.raises((KeyboardInterrupt, RuntimeError), match="start new thread" if how == "no thread" else None):
+            Pool.create(4 * CHUNK, 8, memory="cuda_vmm", chunk_nbytes=CHUNK)
+    assert physical(os.getpid()) == 0
+    for thread in late:
+        start(thread)
+    until(lambda: threading.active_count() == threads and not belongings().gained_since(before))
+    assert physical(os.getpid()) == 0, "a thread that began late has made nothing"
+
+
 # --- shrinking ---------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +590,49 @@ def test_upkeep_maps_ahead_of_need(create: Create, stub: Stub) -> None:
             mapping = reader._pools[pool.description.pool].mapping
             assert mapping is not None
             assert len(mapping._mapped) >= 3
+
+
+@pytest.mark.parametrize("moment", ["upkeep", "detach"])
+def test_a_chunk_that_cannot_be_had_or_given_up_does_not_keep_the_others(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, moment: str
+) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        connect_here(pool, reader)
+        with pool.lease(4 * CHUNK):
+            pass
+        mapping = reader._pools[pool.description.pool].mapping
+        assert mapping is not None
+        memory = mapping._memory
+        first, second = CudaError("first", "CUDA_ERROR_UNKNOWN"), CudaError("second", "CUDA_ERROR_UNKNOWN")
+        bad = {"map": {0: first, 3: second}, "unmap": {1: first, 2: second}}
+        do = {"map": memory.map, "unmap": memory.unmap}
+
+        def work(call: str, position: int, *handle: Any) -> None:
+            if position in bad[call]:
+                raise bad[call][position]
+            do[call](position, *handle)
+
+        for call in bad:
+            monkeypatch.setattr(memory, call, partial(work, call))
+        with pytest.raises(CudaError, match="first"):
+            reader.upkeep()
+        assert (set(mapping._mapped), set(mapping._arrived)) == ({1, 2}, {0, 3})
+        bad["map"].clear()
+        reader.upkeep()
+        assert set(mapping._mapped) == {0, 1, 2, 3}
+        if moment == "detach":
+            with pytest.raises(CudaError, match="first"):
+                reader.detach(pool.description.pool)
+            shrink_to(pool, until, 2)
+            return
+        shrink_to(pool, until, 3)
+        with pytest.raises(CudaError, match="first"):
+            reader.upkeep()
+        assert (set(mapping._mapped), retiring(pool)) == ({0, 1, 2}, 2), "3 is not theirs any more"
+        bad["unmap"].clear()
+        reader.upkeep()
+        assert (set(mapping._mapped), retiring(pool)) == ({0}, 0)
 
 
 def test_what_is_there_is_in_the_line_when_a_consumer_is_admitted(create: Create, until: Until) -> None:
@@ -768,6 +849,116 @@ def test_c3_an_importer_killed_while_chunks_come_and_go(
     other.ask("reset")
 
 
+def calls(stub_cuda: Any) -> list[str]:
+    """What the driver was asked since the last time, in order."""
+    found = [call for call, result in stub_cuda.calls() if result == "ok"]
+    (stub_cuda.folder / "calls.log").write_text("")
+    return found
+
+
+def test_b2_who_leaves_waits_for_the_device_and_then_gives_its_addresses_up(
+    create: Create, stub_cuda: Any, until: Until
+) -> None:
+    pool = create(2)
+    with Reader() as reader:
+        connect_here(pool, reader)
+        with pool.lease(2 * CHUNK):
+            reader.upkeep()
+        mapping = reader._pools[pool.description.pool].mapping
+        assert mapping is not None
+        assert len(mapping._mapped) == 2
+        calls(stub_cuda)
+        reader.detach(pool.description.pool)
+        last = ["cuMemHostUnregister", "cuMemAddressFree", "cuDevicePrimaryCtxRelease"]
+        assert calls(stub_cuda) == ["cuCtxSynchronize", *2 * ["cuMemUnmap"], *last]
+        mapping._line.receive = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+        mapping.upkeep()  # of a thread that was about to: there is nothing left to look at
+    pool.close()
+    [unregister, *last] = last
+    assert calls(stub_cuda) == [unregister, "cuCtxSynchronize", *2 * ["cuMemUnmap"], *last]
+
+
+@pytest.mark.parametrize("problem", ["a budget below a chunk", "no addresses"])
+def test_a_pool_that_is_refused_keeps_no_context(stub: Stub, stub_cuda: Any, problem: str) -> None:
+    if problem == "no addresses":
+        stub.refuse("cuMemAddressReserve")
+    with pytest.raises((BudgetTooSmall, CudaError)):
+        Pool.create(CHUNK if problem == "no addresses" else MIB, memory="cuda_vmm")
+    asked = calls(stub_cuda)
+    assert asked.count("cuDevicePrimaryCtxRetain") == asked.count("cuDevicePrimaryCtxRelease") == 1
+
+
+def test_nobody_waits_for_the_driver(create: Create, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    """The pool's lock is taken on event loops."""
+    pool = create(4)
+    memory, locked = pool._growth._memory, list[bool]()  # type: ignore[union-attr]
+    do = {"grow": memory.grow, "shrink": memory.shrink}
+
+    def work(call: str, position: int) -> Any:
+        locked.append(pool._lock._is_mine())
+        return do[call](position)
+
+    for call in do:
+        monkeypatch.setattr(memory, call, partial(work, call))
+    with pool.lease(4 * CHUNK):
+        pass
+    shrink_to(pool, until)
+    assert locked == [False] * 6
+
+
+def test_the_thread_takes_back_what_was_acknowledged_before_it_grows(create: Create, until: Until) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        reader.acknowledge(publish(pool, column, some(CHUNK)))
+        look_again(pool, until)
+        until(lambda: pool.statistics().lent_slots == 0)
+
+
+def test_the_thread_sends_again_what_could_not_be_sent(
+    create: Create, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = create(4)
+    with Reader() as reader:
+        column = connect_here(pool, reader)
+        growing, line = pool._growth, pool._consumers[column].line
+        assert growing is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(line, "send", lambda *_: False)
+            with pool.lease(2 * CHUNK):
+                until(lambda: pool.statistics().grown == 3)
+            assert not any(growing.chunks.is_sent(position, column) for position in (1, 2))
+        growing._wake.set()
+        until(lambda: all(growing.chunks.is_sent(position, column) for position in (1, 2)))  # and nobody dispatches
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "torch"])
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_a_chunk_that_cannot_be_mapped_holds_nothing(
+    create: Create, stub: Stub, monkeypatch: pytest.MonkeyPatch, side: str, call: str
+) -> None:
+    """torch: it asks the driver about the first chunk's first byte."""
+    pool = create(4) if side == "consumer" else None
+    with Reader() as reader, monkeypatch.context() as patch:
+        if pool is not None:
+            connect_here(pool, reader)
+        handles = len(stub.driver.chunks)
+        if call == "torch":
+            patch.setattr(stub.device, "over", lambda *_: 1 / 0)
+        else:
+            stub.refuse(call)
+        if pool is not None:
+            memory: Any = reader._pools[pool.description.pool].memory
+            with pytest.raises((CudaError, ZeroDivisionError)):
+                reader.upkeep()
+        else:
+            pool = create(4)
+            memory = pool._segment
+            assert (mapped(pool), physical(os.getpid())) == (0, 0)
+        assert (len(stub.driver.chunks), memory._space._mapped) == (handles, set())
+        stub.allow()
+
+
 # --- over and over --------------------------------------------------------------------------------------------------
 
 
@@ -834,6 +1025,140 @@ def test_a_lease_that_waits_is_woken_by_the_end(create: Create, stub: Stub, unti
     closing.join(WAIT_S)
     assert not closing.is_alive()
     assert [type(problem).__name__ for problem in found] == ["PoolClosed"]
+
+
+# --- what goes wrong in the thread ------------------------------------------------------------------------------------
+
+
+def fail(pool: Pool, monkeypatch: pytest.MonkeyPatch, times: int, problem: Exception, call: str = "grow") -> None:
+    """Let a pool's memory fail so often."""
+    memory = pool._growth._memory  # type: ignore[union-attr]
+    work, left = getattr(memory, call), [problem] * times
+
+    def failing(position: int) -> Any:
+        if left:
+            raise left.pop()
+        return work(position)
+
+    monkeypatch.setattr(memory, call, failing)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [RuntimeError("CUDA error: out of memory"), MemoryError(), KeyError(3), OSError(24, "Too many open files")],
+    ids=["torch", "memory", "bug", "descriptors"],
+)
+def test_whatever_fails_while_it_grows_is_counted_told_once_and_outlived(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, problem: Exception
+) -> None:
+    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    pool = create(4)
+    fail(pool, monkeypatch, 2, problem)
+    for count in (1, 2):
+        with pytest.raises(PoolFull):
+            pool.lease(2 * CHUNK).__enter__()
+        assert (mapped(pool), pool.statistics().growth_failed) == (1, count), "the position is not coming for ever"
+        until(lambda: pool._growth._refused_until_ns < time.monotonic_ns())  # type: ignore[union-attr]
+    assert [pool.check_growth(), pool.check_growth()] == [problem, None]
+    with pool.lease(2 * CHUNK):
+        assert pool.statistics().growth_refused == 0
+
+
+def test_whatever_fails_before_it_grows_is_outlived_too(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    pool = create(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._growth.chunks, "needed", lambda *_: 1 / 0)  # type: ignore[union-attr]
+        look_again(pool, until)
+    assert isinstance(pool.check_growth(), ZeroDivisionError)
+    until(lambda: pool.fits([3 * CHUNK]))
+
+
+def test_a_chunk_that_cannot_be_unmapped_stays_in_the_budget_and_is_tried_again(
+    create: Create, monkeypatch: pytest.MonkeyPatch, stub: Stub, until: Until
+) -> None:
+    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    pool = create(4)
+    with pool.lease(4 * CHUNK):
+        pass
+    pool.reclaim()
+    stub.refuse("cuMemUnmap", "CUDA_ERROR_UNKNOWN")
+    idle_after(pool, 0.0)
+    until(lambda: pool.statistics().growth_failed >= 3)
+    assert (retiring(pool), pool.statistics().retired, physical(os.getpid())) == (1, 0, 4), "one is enough to know"
+    assert not pool.growing([4 * CHUNK]), "its memory is still there"
+    assert isinstance(pool.check_growth(), CudaError)
+    assert pool.check_growth() is None
+    stub.allow()
+    shrink_to(pool, until, 0)
+    assert (pool.statistics().retired, physical(os.getpid())) == (3, 1)
+    with pool.lease(4 * CHUNK):
+        pass
+
+
+@pytest.mark.parametrize("problem", [CudaError("cuMemUnmap", "CUDA_ERROR_LAUNCH_FAILED"), "torch's"], ids=["ours", ""])
+@pytest.mark.parametrize("call", ["grow", "shrink"])
+def test_r10_a_context_that_is_lost_in_the_thread_is_told_to_who_asks_and_to_who_looks(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, call: str, problem: Any
+) -> None:
+    if problem == "torch's":
+        problem = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+    pool = create(4)
+    growing = pool._growth
+    assert growing is not None
+    if call == "shrink":
+        with pool.lease(3 * CHUNK):
+            pass
+        pool.reclaim()
+    fail(pool, monkeypatch, 99, problem, call)
+    idle_after(pool, 0.0)
+    if call == "grow":
+        growing.ask([3 * CHUNK])
+    until(lambda: pool.check_growth() is problem)
+    assert pool.check_growth() is problem, "as often as anybody looks"
+    for ask in (lambda: pool.lease(4 * CHUNK).__enter__(), lambda: pool.fits([4 * CHUNK])):
+        with pytest.raises(type(problem)) as raised:
+            ask()
+        assert raised.value is problem
+    statistics = pool.statistics()
+    assert statistics.mapped_nbytes + statistics.retiring_nbytes <= 4 * CHUNK
+    assert growing._patience_s() is None, "and nothing more is tried"
+
+
+async def test_r10_a_stage_s_next_look_finds_the_lost_context(
+    create: Create, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    pool, ended = create(4), []
+    lost = CudaError("cuMemCreate", "CUDA_ERROR_ECC_UNCORRECTABLE")
+    fail(pool, monkeypatch, 1, lost)
+    assert pool.growing([2 * CHUNK])
+    until(lambda: pool.check_growth() is lost)
+    monkeypatch.setattr("tensorferry.pipeline.stage.Broker", lambda *_, **__: Serving())
+    stage = Stage.__new__(Stage)
+    stage.origin, stage.runtime = Origin("encoder", 0, 7), SimpleNamespace(broker=lambda *_: "")  # type: ignore[assignment]
+    stage.deployment, stage.mends = Deployment(name="a"), []
+    stage.peers = SimpleNamespace(announce=lambda _: None, admitted=None)  # type: ignore[assignment]
+
+    def end(problem: BaseException) -> None:
+        ended.append(problem)
+        raise asyncio.CancelledError  # the process ends here
+
+    monkeypatch.setattr(stage, "outlive", end)
+    async with AsyncExitStack() as undo:
+        with pytest.raises(asyncio.CancelledError):
+            await (await stage.serve(pool, undo))
+    assert ended == [lost]
+
+
+class Serving(AbstractAsyncContextManager[Any]):
+    """As much of a Broker as a stage has without consumers."""
+
+    mend = staticmethod(lambda: False)
+    check_words = staticmethod(lambda: None)
+
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 # --- the line -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import pytest
 from tensorferry.codecs.errors import AttachRefused, LeaseError, LeaseNotReady, PeerGone, StaleLease
 from tensorferry.codecs.memory.cuda_vmm import NoFabric
 from tensorferry.codecs.messages import (
+    Chunk,
     Chunks,
     Confirmed,
     Drain,
@@ -36,7 +37,9 @@ from tensorferry.codecs.messages import (
 from tensorferry.codecs.messages import Pool as PoolAnnouncement
 from tensorferry.codecs.pool import mail
 from tensorferry.codecs.pool.export import Attachment, Export
-from tensorferry.codecs.pool.mail import Letter
+from tensorferry.codecs.pool.line import Arrived
+from tensorferry.codecs.pool.mail import Letter, ReleaseMail
+from tensorferry.codecs.pool.mapping import Mapping
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.publisher import Publisher
 from tensorferry.codecs.reader import Reader
@@ -549,6 +552,118 @@ def test_r8_so_is_a_producer(create: Create, reader: Reader) -> None:
         reader.is_ready(late)
     reader.detach(proxy.pool)
     assert reader.letters() == [], "nobody is there to be told"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("told", [True, False], ids=["by its supervisor", "by its pidfd"])
+def test_r7_a_producer_that_ends_after_it_was_left_is_told_nothing_more(
+    stub: Stub, start_peer: Callable[..., Peer], belongings: Callable[[], Any], until: Until, told: bool
+) -> None:
+    producer = start_peer("chunk_peer.py", **stub.environ)
+    options = {"memory": "cuda_vmm", "chunk_nbytes": CHUNK, "mail": "posix_fd", "grow_wait_s": 20.0}
+    with Reader() as reader:
+        before = belongings()
+        producer.ask("create", 2 * CHUNK, 8, options)
+        column, pool = producer.offer(reader)
+        epoch = reader._pools[pool].producer_epoch
+        reader.acknowledge(msgspec.msgpack.decode(producer.ask("publish", column, bytes(100)), type=Proxy))
+        reader.detach(pool)
+        for _ in range(2):
+            assert [letter.to for letter in reader.letters()] == [epoch], "it lives, and may not have heard"
+        if told:
+            reader.producer_died(epoch + 1)
+            assert reader.letters()
+            reader.producer_died(epoch)
+            assert reader.letters() == []
+        producer.kill()
+        assert (reader.orphans(), reader.letters(), reader._mail) == (frozenset(), [], {})
+        until(lambda: not belongings().gained_since(before))
+
+
+class Late:
+    """A line, and what is said of it: a chunk comes and is retired in the moment in which the line was found empty."""
+
+    nbytes = CHUNK
+
+    def __init__(self) -> None:
+        self.chunks, self.asked, self.dropped = list[Arrived](), list[tuple[int, int]](), list[tuple[int, int]]()
+
+    def receive(self) -> Arrived | None:
+        if self.chunks:
+            return self.chunks.pop()
+        if not self.asked:
+            self.chunks, self.asked = [Arrived(1, 0, b"handle")], [(0, 1)]
+        return None
+
+    def retired(self) -> list[tuple[int, int]]:
+        return list(self.asked)
+
+    def is_over(self, position: int, serial: int) -> bool:
+        return True
+
+    def drop(self, position: int, serial: int) -> None:
+        self.dropped.append((position, serial))
+
+
+def test_a_chunk_that_waits_in_the_line_is_not_said_to_be_dropped() -> None:
+    late: Any = Late()
+    mapping = Mapping(late, late, late, late, CHUNK, [0])
+    mapping.upkeep()
+    assert (late.dropped, len(late.chunks)) == ([], 1)
+    mapping.upkeep()
+    assert (late.dropped, late.chunks) == ([(0, 1)], [])
+
+
+def test_a_chunk_is_over_when_a_later_one_is_there(reader: Reader) -> None:
+    """Its own retirement was lost, or is late."""
+    ours = ReleaseMail(1, 2, reader.consumer, SimpleNamespace(), 4, 2)  # type: ignore[arg-type]
+    for serial in (1, 3):
+        ours.hear(Chunks(1, reader.consumer, (Chunk(0, serial),)))
+    assert [ours.is_over(0, serial) for serial in (1, 2, 3, 4)] == [True, True, False, False]
+    assert not ours.is_over(1, 1)
+    ours.hear(Retired(1, reader.consumer, (Chunk(0, 3),)))
+    assert ours.is_over(0, 3)
+
+
+def test_what_one_message_has_no_room_for_goes_with_the_next(
+    create: Create, reader: Reader, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail, "MOST_TOLD", 2)
+    monkeypatch.setattr(mail, "REPEAT_S", 1e18)  # so what was left out, and what was said, does not come again
+    pool = create(6)
+    column = connect(pool, reader)
+    proxies = [publish(pool, column, some(CHUNK, seed)) for seed in range(5)]
+    until(lambda: pool.statistics().grown == 6)
+
+    def all_of(letters: Callable[[], list[Letter]]) -> list[Any]:
+        said = []
+        while found := messages(letters()):
+            said += found
+            assert len(said) < 20
+        return said
+
+    told = all_of(pool.letters)
+    assert sorted(len(message.chunks) for message in told) == [2, 2, 2]
+    for message in told:
+        reader.hear(message)
+    for proxy in proxies:
+        reader.acknowledge(proxy)
+    answers = all_of(reader.letters)
+    counts = [(len(message.leases), len(message.taken)) for message in answers]
+    assert counts == [(2, 2), (2, 2), (1, 2)]
+    for message in answers:
+        pool.hear(message)
+    assert out(pool) == 0
+    shrink(pool, until)
+    for message in all_of(pool.letters):
+        assert len(message.chunks) <= 2
+        reader.hear(message)
+    reader.upkeep()
+    answers = all_of(reader.letters)
+    assert [len(message.dropped) for message in answers] == [2, 2, 1]
+    for message in answers:
+        pool.hear(message)
+    until(lambda: retiring(pool) == 0)
 
 
 # --- admission --------------------------------------------------------------------------------------------------

@@ -105,10 +105,12 @@ class VmmSegment(CudaMemory):
         return handle
 
     def shrink(self, position: int) -> None:
-        let_go(self._handles.pop(position))
-        self._space.take(position)
+        let_go(self._handles.pop(position, None))
+        if self._space.has(position):
+            self._space.take(position)
         if position in self._chunks:
-            self.device.call("release_chunk", self._chunks.pop(position))
+            self.device.call("release_chunk", self._chunks[position])
+            del self._chunks[position]
 
     # --- as a pool's memory
 
@@ -221,6 +223,9 @@ class _Space:
             except BaseException:  # interrupted, too: who asked for the chunk will take it for one that did not come
                 self.take(position)
                 raise
+
+    def has(self, position: int) -> bool:
+        return position in self._mapped
 
     def take(self, position: int) -> None:
         self._device.call("unmap", self.address + position * self._chunk_nbytes, self._chunk_nbytes)

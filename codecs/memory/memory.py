@@ -120,7 +120,9 @@ class Growing(Memory, Protocol):
         """Map a new chunk; its handle, which stays the memory's. Raises FerryError, having left nothing."""
 
     def shrink(self, position: int) -> None:
-        """Unmap a chunk and give it up. Nothing may be queued on it: this never waits."""
+        """Unmap a chunk and give it up. Nothing may be queued on it: this never waits.
+
+        Raises FerryError, and is then to be called again: what could be given up is, and the rest is still there."""
 
 
 class Arriving(Memory, Protocol):

@@ -94,7 +94,8 @@ class ReleaseMail:
 
     def __init__(self, pool: int, producer: int, consumer: int, acks: AckPage, slots: int, positions: int) -> None:
         """acks: the consumer's own, until `end`. producer, consumer: their epochs."""
-        self._pool, self._producer, self._consumer = pool, producer, consumer
+        self.producer = producer
+        self._pool, self._consumer = pool, consumer
         self._acks: AckPage | None = acks
         self._words = np.zeros(slots, np.uint32)  # as they were in the end
         self._said = np.zeros(slots, np.uint32)
@@ -185,7 +186,7 @@ class ReleaseMail:
             self._look_for_dropped()
             taken, dropped = _some(self._taken), _some(self._dropped)
         if leases or taken or dropped:
-            return Letter(self._producer, Released(self._pool, self._consumer, leases, taken, dropped))
+            return Letter(self.producer, Released(self._pool, self._consumer, leases, taken, dropped))
         return None
 
     def end(self) -> None:

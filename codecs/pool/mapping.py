@@ -10,7 +10,7 @@ that does not is never used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from tensorferry.codecs.errors import StaleLease
@@ -81,7 +81,10 @@ class Mapping:
             return all(self._is_here(position) for position in span(proxy.offset, nbytes, self._chunk_nbytes))
 
     def upkeep(self) -> None:
-        """Drop what was retired, and map what has come, ahead of need."""
+        """Drop what was retired, and map what has come, ahead of need.
+
+        Every position is looked at, and then the first problem of the memory's is raised.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -91,15 +94,9 @@ class Mapping:
                 if asked not in (self._mapped.get(position), self._arrived.get(position, (0, 0))[0]):
                     self._acks.drop(position, asked)
             arrived, mapped = list(self._arrived), list(self._mapped)
-        for position in mapped:
-            with self._lock:
-                serial = self._mapped.get(position)
-                if serial is not None and self._notices.is_over(position, serial) and self._has_landed(position):
-                    self._drop(position)
-        for position in arrived:
-            with self._lock:
-                if position in self._arrived:
-                    self._look_at(position)
+        problems = [*_problems(self._drop_if_over, mapped), *_problems(self._look_at, arrived)]
+        if problems:
+            raise problems[0]
 
     def close(self) -> None:
         """Give everything up, and say so. Nothing may be open; waits for the device."""
@@ -109,13 +106,32 @@ class Mapping:
             try:
                 if self._mapped:
                     self._memory.settle()
-                for position in list(self._mapped):
-                    self._drop(position)
+                problems = _problems(self._drop, list(self._mapped))
+                if problems:  # what is mapped all the same the memory will unmap, and nobody is told so
+                    raise problems[0]
             finally:
                 self._receive()
                 for position in list(self._arrived):
                     self._refuse(position)
                 self._line.close()
+
+    # --- one position at a time
+
+    def _drop_if_over(self, position: int) -> None:
+        with self._lock:
+            serial = None if self._closed else self._mapped.get(position)
+            if serial is not None and self._notices.is_over(position, serial) and self._has_landed(position):
+                self._drop(position)
+
+    def _look_at(self, position: int) -> None:
+        """Map ahead of need what a descriptor keeps. A FABRIC handle is a name: its chunk may be gone before we hear of
+        it, unless we have a lease there. So of those only what is retired is given up."""
+        with self._lock:
+            if position not in self._arrived:
+                return
+            serial, handle = self._arrived[position]
+            if isinstance(handle, int) or self._notices.is_over(position, serial):
+                self._take(position)
 
     # --- under the lock
 
@@ -162,13 +178,6 @@ class Mapping:
         let_go(handle)
         self._mapped[position] = serial
 
-    def _look_at(self, position: int) -> None:
-        """Map ahead of need what a descriptor keeps. A FABRIC handle is a name: its chunk may be gone before we hear of
-        it, unless we have a lease there. So of those only what is retired is given up."""
-        serial, handle = self._arrived[position]
-        if isinstance(handle, int) or self._notices.is_over(position, serial):
-            self._take(position)
-
     def _refuse(self, position: int) -> None:
         serial, handle = self._arrived.pop(position)
         let_go(handle)
@@ -190,3 +199,14 @@ class Mapping:
         serial = self._mapped.pop(position)
         self._read.pop(position, None)
         self._acks.drop(position, serial)
+
+
+def _problems(work: Callable[[int], None], positions: Iterable[int]) -> list[Exception]:
+    """Do it to each of the positions, whatever becomes of the others."""
+    problems = []
+    for position in positions:
+        try:
+            work(position)
+        except Exception as problem:
+            problems.append(problem)
+    return problems

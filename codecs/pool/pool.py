@@ -60,7 +60,8 @@ class Pool:
         idle_s: float = IDLE_S,
         grow_wait_s: float = GROW_WAIT_S,
     ) -> None:
-        """growing: the segment, if its memory comes in chunks. mail: see `Export`."""
+        """growing: the segment, if its memory comes in chunks; then the pool is empty until it grows, see `create`.
+        mail: see `Export`."""
         self.description = description
         self.producer, self.mail = producer, mail
         self._distrusted: list[int] = []  # quarantined for what they wrote, and not reported by `check_words` yet
@@ -109,6 +110,8 @@ class Pool:
         """
         if memory not in get_args(PoolMemory):
             raise ValueError(f"memory={memory!r}: a pool lies in one of {', '.join(get_args(PoolMemory))}")
+        if mail is not None and mail not in get_args(HandleKind):
+            raise ValueError(f"mail={mail!r}: chunks are handed over by one of {', '.join(get_args(HandleKind))}")
         if mail is not None and memory != "cuda_vmm":
             raise ValueError(f"mail={mail!r} with memory={memory!r}: only cuda_vmm is acknowledged by message")
         nbytes = whole("nbytes", nbytes, -MAX_NBYTES, MAX_NBYTES)  # of none or less, the memory says what it needs
@@ -117,7 +120,7 @@ class Pool:
         idle_s, grow_wait_s = seconds("idle_s", idle_s), seconds("grow_wait_s", grow_wait_s)
         if device is not None:
             device = whole("device", device, 0, MOST_DEVICES)
-        producer, pool = whole("producer", producer or new_nonce(), 1, LAST_NONCE), new_nonce()
+        producer, name = whole("producer", producer or new_nonce(), 1, LAST_NONCE), new_nonce()
         with ExitStack() as undo:
             segment: Memory
             growing: VmmSegment | None = None
@@ -130,13 +133,18 @@ class Pool:
             else:
                 segment = HostSegment.create(nbytes, NAME, go_on)
             undo.callback(segment.close)
-            description = PoolDescription(pool, memory, segment.nbytes, slots, growing.chunk_nbytes if growing else 0)
-            control = ControlPage.create(slots, pool, producer, positions_of(description))
+            description = PoolDescription(name, memory, segment.nbytes, slots, growing.chunk_nbytes if growing else 0)
+            control = ControlPage.create(slots, name, producer, positions_of(description))
             undo.callback(control.close)
             segment.adopt(control)
+            undo.callback(segment.disown, control)
+            times = {"idle_s": idle_s, "grow_wait_s": grow_wait_s}
+            pool = cls(segment, control, description, producer, growing=growing, mail=mail, **times)
+            if pool._growth is not None:
+                undo.callback(pool._growth.end)
+                pool._growth.start()
             undo.pop_all()
-        times = {"idle_s": idle_s, "grow_wait_s": grow_wait_s}
-        return cls(segment, control, description, producer, growing=growing, mail=mail, **times)
+        return pool
 
     def __enter__(self) -> Pool:
         return self
@@ -231,6 +239,15 @@ class Pool:
             found, self._distrusted = self._distrusted, []
             return found
 
+    def check_growth(self) -> Exception | None:
+        """What went wrong in an elastic pool's thread, which goes on: for the periodic recycler to say so.
+
+        The problem that cost this process its GPU, whenever it is asked for: what leases want of the pool from then on
+        raises it too. Else the first one, once; the others are counted, as `growth_failed`.
+        """
+        with self._lock():
+            return None if self._growth is None else self._growth.problem()
+
     # --- by message
 
     def letters(self) -> list[Letter]:
@@ -275,7 +292,8 @@ class Pool:
         """A range of the pool to write into, for the length of a `with` block. Raises ValueError below 0 bytes.
 
         Entering raises PoolClosed, and PoolFull when nothing can be had now; in an elastic pool below its budget, when
-        no chunk came within `grow_wait_s`, or at once with patient=False. The block's end settles the lease:
+        no chunk came within `grow_wait_s`, or at once with patient=False; and where it cannot grow because this process
+        has lost its GPU, the CudaError, or error of torch's, that said so. The block's end settles the lease:
         dispatched, and it is the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing
         may write to the range after the block. In GPU memory: write on the stream that is current when the block
         begins, or `View.join`; entering raises StreamCapturing too.
@@ -353,6 +371,7 @@ class Pool:
                 retired=0 if growth is None else growth.retired,
                 growth_waits=self._growth_waits,
                 growth_refused=0 if growth is None else growth.refused,
+                growth_failed=0 if growth is None else growth.failed,
             )
 
     def close(self) -> None:

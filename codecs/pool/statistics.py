@@ -31,6 +31,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     retired: int = 0  #: chunks that were given back
     growth_waits: int = 0  #: leases that waited for a chunk to come
     growth_refused: int = 0  #: times the GPU had no memory left for a chunk
+    growth_failed: int = 0  #: times that making a chunk, or giving one back, failed otherwise
 
     @property
     def fragmentation(self) -> float:
