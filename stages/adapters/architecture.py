@@ -32,7 +32,8 @@ Activation = Literal[
 class Vision(msgspec.Struct, kw_only=True, dict=True):
     """What is common to all families: `contradictions`, and what an adapter must know of any tower.
 
-    Every family says all of it. The bodies here are never run: a Struct's metaclass is not that of an abstract class.
+    Every family says all of it, but for `deepstack`. Bodies that raise are never run: a Struct's metaclass is not that
+    of an abstract class.
     """
 
     model_types: ClassVar[tuple[str, ...]]  #: what `model_type` in a checkpoint's config.json may be
@@ -55,6 +56,11 @@ class Vision(msgspec.Struct, kw_only=True, dict=True):
     def width(self) -> int:
         """Of an embedding."""
         raise NotImplementedError
+
+    @property
+    def deepstack(self) -> int:
+        """Layers in the output of that name; 0: there is none."""
+        return 0
 
 
 class Rotary(msgspec.Struct):
@@ -120,6 +126,10 @@ class Qwen3Vision(QwenVision):
         yield from _layers("deepstack_visual_indexes", self.deepstack_visual_indexes, self.depth)
         if isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
             yield "num_position_embeddings", f"{self.num_position_embeddings} must be a square: they are a square grid"
+
+    @property
+    def deepstack(self) -> int:
+        return len(self.deepstack_visual_indexes)
 
 
 class KimiVision(Vision):
