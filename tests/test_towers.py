@@ -320,7 +320,14 @@ def test_a_configuration_of_another_model_is_refused(saved: tuple[str, Any, Path
         ("{", "truncated"),
         ('{"model_type": "llama"}', "model_type is 'llama'"),
         ("{}", "model_type is None"),
-        (json.dumps({"model_type": MODEL_TYPES[adapter]}), "vision_config"),
+        (
+            json.dumps({"model_type": MODEL_TYPES[adapter]}),
+            "there is no vision_config; it must be an object with the tower's sizes, so restore the config.json",
+        ),
+        (
+            json.dumps({"model_type": MODEL_TYPES[adapter], "vision_config": None}),
+            "vision_config is None; it must be an object with the tower's sizes, so restore the config.json",
+        ),
         ("[]", "Expected `object`"),
     ):
         (tmp_path / "config.json").write_text(text)

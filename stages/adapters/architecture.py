@@ -148,6 +148,7 @@ class KimiVision(Vision):
     projector_ln_eps: Epsilon = 1e-5
     merge_type: Literal["sd2_tpool"] = "sd2_tpool"
     mm_projector_type: Literal["patchmerger"] = "patchmerger"
+    projector_hidden_act: Literal["gelu"] = "gelu"
     pos_emb_type: Literal["divided_fixed"] = "divided_fixed"
     video_attn_type: Literal["spatial_temporal"] = "spatial_temporal"
 
@@ -197,7 +198,8 @@ def read_vision(adapter: str, form: type[Vision], path: str) -> tuple[Vision, Ma
         wanted = ", ".join(form.model_types)
         raise bad_config("model.path", f"{file}: model_type is {model_type!r}; {adapter} takes {wanted}")
     if not isinstance(given := config.get("vision_config"), dict):
-        raise bad_config("model.path", f"{file}: vision_config is no object, but {given!r:.80}; the tower's sizes are")
+        found = f"vision_config is {given!r:.80}" if "vision_config" in config else "there is no vision_config"
+        raise bad_config("model.path", f"{file}: {found}; it must be an object with the tower's sizes, so {_REMEDY}")
     known = {field.name: field for field in msgspec.structs.fields(form)}
     fields = {key: value for key, value in given.items() if key in known}
     where = f"{file}: vision_config"
