@@ -41,13 +41,16 @@ def load_deployment(
     *,
     environ: Mapping[str, str] = os.environ,
     tell: Tell = lambda deprecation: None,
+    with_vocabulary: bool = False,
 ) -> Deployment:
     """The deployment of FILE with its settings, checked against the processors, adapters and engines there are.
 
-    environ: where deprecated variables are read. tell: hears of every deprecated setting. Raises ConfigError; imports
-    no torch.
+    environ: where deprecated variables are read. tell: hears of every deprecated setting. with_vocabulary: read
+    `tokenizer.vocabulary` too, which takes half a second for a large one; tokenizers find out anyway. Raises
+    ConfigError; imports no torch.
     """
-    return load(file, settings, environ=environ, tell=tell, check=_check, largest_item_nbytes=_largest_item_nbytes)
+    check = _check_with_vocabulary if with_vocabulary else _check
+    return load(file, settings, environ=environ, tell=tell, check=check, largest_item_nbytes=_largest_item_nbytes)
 
 
 def _check(deployment: Deployment) -> None:
@@ -60,6 +63,13 @@ def _check(deployment: Deployment) -> None:
     if deployment.transport == "cuda_vmm" and not supports_cuda_vmm_feature_transport(adapter):
         problem = f"cuda_vmm needs a model that has opted in, and {adapter} has not; use cuda_ipc, shm, cpu or auto"
         raise ConfigError("deployment", None, "transport", problem)
+
+
+def _check_with_vocabulary(deployment: Deployment) -> None:
+    _check(deployment)
+    from tensorferry.stages.processors.text import TextEncoder  # its library is slow to import, and seldom needed here
+
+    TextEncoder.from_file(deployment.tokenizer.vocabulary)
 
 
 def _largest_item_nbytes(deployment: Deployment) -> int:
@@ -81,7 +91,7 @@ def check(file: Path, settings: tuple[str, ...]) -> None:
     Exit status 2 where it is not, with the file, line and key to blame.
     """
     notes: list[Deprecation] = []
-    deployment = load_deployment(file, settings, tell=notes.append)
+    deployment = load_deployment(file, settings, tell=notes.append, with_vocabulary=True)
     click.echo(f"{click.format_filename(file)}: ok")
     for note in notes:
         click.echo(f"note: {note}")

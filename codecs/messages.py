@@ -23,9 +23,13 @@ MOST_SLOTS = 1 << 20  #: of a pool
 LAST_NONCE = (1 << 63) - 1
 MOST_TOLD = 4096  #: leases or chunks in one message about a pool
 MOST_ITEMS = 4096  #: of a request
-MOST_PARTS = 4096  #: of a request as a client sends it
-MOST_CHARACTERS, MOST_IDS_NBYTES = 1 << 22, 1 << 24  #: of a part of it that is text, or token ids
 MOST_OUTPUTS = 64  #: of an item
+MOST_PRECOMPUTED = 16  #: of an item that comes with its embeddings
+MOST_PARTS = 4096  #: of a prompt
+MOST_NAME = 64  #: characters
+MOST_TEXT = 1 << 22  #: characters of a part
+MOST_TOKENS_NBYTES = 1 << 24  #: of a part
+MOST_FRAMES = 65535  #: of a video
 MOST_RANKS = 1024  #: of one assignment, or one attention group
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -42,7 +46,7 @@ Submission = Annotated[int, Meta(ge=0, lt=1 << 23)]  #: how often a client has s
 Attempt = Index
 RequestId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Name = Annotated[str, Meta(min_length=1, max_length=MOST_NAME)]
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=8)]
@@ -251,11 +255,11 @@ class Drained(Wire, frozen=True, tag=20):
 
 
 class TextPart(Wire, frozen=True, tag=1):
-    text: Annotated[str, Meta(max_length=MOST_CHARACTERS)]
+    text: Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
 class TokensPart(Wire, frozen=True, tag=2):
-    ids: Annotated[bytes, Meta(max_length=MOST_IDS_NBYTES)]  #: int32, little endian
+    ids: Annotated[bytes, Meta(max_length=MOST_TOKENS_NBYTES)]  #: int32, little endian
 
 
 class ImagePart(Wire, frozen=True, tag=3):
@@ -268,7 +272,7 @@ class VideoPart(Wire, frozen=True, tag=4):
     """A video, one item: encoded pictures of one size, frames `first .. first+count` of this message, in order."""
 
     first: Annotated[int, Meta(ge=0, lt=65536)]
-    count: Annotated[int, Meta(ge=1, lt=65536)]
+    count: Annotated[int, Meta(ge=1, le=MOST_FRAMES)]
     frames_per_1000_s: Index = 0  #: 0: not known
 
 
@@ -281,7 +285,7 @@ class AnimationPart(Wire, frozen=True, tag=5):
 class EmbeddingsPart(Wire, frozen=True, tag=6):
     """An item whose embeddings were made elsewhere, and which no encoder sees; `embeddings`, (rows, width), first."""
 
-    outputs: Annotated[tuple[Output, ...], Meta(min_length=1, max_length=16)]  #: inline, all of them
+    outputs: Annotated[tuple[Output, ...], Meta(min_length=1, max_length=MOST_PRECOMPUTED)]  #: inline, all of them
     modality: Name = "image"  #: image or video: whose placeholders stand for it
 
 

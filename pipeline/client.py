@@ -27,7 +27,7 @@ from tensorferry.pipeline.keys import client_keys
 from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.sockets import Denial
-from tensorferry.pipeline.submission import REQUEST_NBYTES, check_arguments, check_list, check_parts
+from tensorferry.pipeline.submission import REQUEST_NBYTES, check_arguments, check_list, check_sizes
 from tensorferry.pipeline.traceparent import parse
 
 log = structlog.get_logger()
@@ -169,7 +169,7 @@ class Client:
             raise BadRequest(f"request {request.hex()} is in flight already")
         frames: list[Buffer] = []
         wire_parts = prompt_on_wire(parts, frames, file_nbytes=self._deployment.limits.item_mb << 20)
-        check_parts(wire_parts, frames, self._limits)
+        check_sizes(wire_parts, frames, self._limits)
         longest_s = self._deployment.limits.request_timeout_s
         deadline_s = longest_s if deadline_s is None else min(deadline_s, longest_s)
         context = None if traceparent is None else parse(traceparent)

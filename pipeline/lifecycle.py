@@ -34,6 +34,7 @@ log = structlog.get_logger()
 CANCELLED = 130
 CANCEL_S = 5.0
 ORPHAN_S = 3.0  #: for a process that has lost its supervisor to end by itself, before it is killed with its children
+LAST_WORDS_NBYTES = 4096  #: so many go into a pipe at once (PIPE_BUF in pipe(7))
 TETHER_VARIABLE = "TENSORFERRY_TETHER"
 _STDERR = 2
 _PR_SET_PDEATHSIG = 1
@@ -77,7 +78,7 @@ class Tether:
     """
 
     lifeline: int
-    status: int  #: takes a line when the stage is ready
+    status: int  #: takes a line when the stage is ready, or what keeps it from being
     deployment: str  #: digest of what the supervisor read from the deployment file
 
     def __str__(self) -> str:
@@ -117,6 +118,11 @@ class Tether:
         with suppress(OSError):  # the supervisor has gone; the lifeline says so too
             os.write(self.status, b"ready\n")
             os.close(self.status)
+
+    def explain(self, problem: str) -> None:
+        """Say why the stage ends before it is ready, to be repeated where its supervisor says that it has."""
+        with suppress(OSError):
+            os.write(self.status, problem.encode(errors="replace")[:LAST_WORDS_NBYTES])
 
     @property
     def cut(self) -> bool:
@@ -236,8 +242,11 @@ class _Life:
             _end_within(self._cancel_s)
 
     def failed(self, *problems: BaseException) -> int:
-        for text in dict.fromkeys(map(str, problems)):
+        texts = list(dict.fromkeys(map(str, problems)))
+        for text in texts:
             print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+        if self._tether is not None and not self._stop.ready:
+            self._tether.explain("; ".join(texts))
         return 1
 
     def _ready(self) -> None:

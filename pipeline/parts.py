@@ -47,23 +47,26 @@ class Embeddings:
 
     #: By name, torch or numpy: `embeddings`, (rows, width), as the deployment's model makes them, and others it makes.
     outputs: Mapping[str, Any]
-    modality: str = "image"  #: or video: whose placeholders stand for it
+    modality: str = "image"  #: one of MODALITIES: whose placeholders stand for it
 
 
 #: A piece of a prompt, in order: text, token ids (int32), an encoded image, a video, or embeddings.
 Part = str | bytes | memoryview | npt.NDArray[np.int32] | Image | Video | Embeddings
 KINDS = "text, token ids (a numpy array), an encoded image (bytes or Image), Video or Embeddings"
+MODALITIES = ("image", "video")  #: that have placeholders
 FILE_NBYTES = 64 << 20  #: of one file, where nothing else is said; as `limits.item_mb`
 
 
 def prompt_on_wire(
     parts: Sequence[Part], frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES
 ) -> tuple[wire.Part, ...]:
-    """`on_wire` of each part. Raises BadRequest, naming the part by its place."""
+    """`on_wire` of each part. Raises BadRequest, naming the part by its place, or how many there are."""
     try:
         given = list(parts)
     except TypeError:
         raise BadRequest(f"parts is a {type(parts).__name__}; a list is needed, of {KINDS}") from None
+    if not 1 <= len(given) <= wire.MOST_PARTS:
+        raise BadRequest(f"{len(given)} parts; give 1 to {wire.MOST_PARTS}")
     made = []
     for index, part in enumerate(given):
         try:
@@ -80,7 +83,7 @@ def on_wire(part: Part, frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES)
     """
     match part:
         case str():
-            return wire.TextPart(part)
+            return _text(part)
         case np.ndarray():
             return _tokens(part)
         case Video():
@@ -96,9 +99,28 @@ def on_wire(part: Part, frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES)
     return wire.ImagePart(len(frames) - 1)
 
 
+def _text(text: str) -> wire.TextPart:
+    if len(text) > wire.MOST_TEXT:
+        raise BadRequest(f"a text of {len(text)} characters; at most {wire.MOST_TEXT} are taken, so give it in several")
+    if (problem := _surrogate(text)) is not None:
+        raise BadRequest(f"a text that is no Unicode: {problem}")
+    return wire.TextPart(text)
+
+
+def _surrogate(text: str) -> str | None:
+    """What keeps a text from being UTF-8: half of a character, as `surrogateescape` makes them of other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        return f"character {problem.start} is the lone surrogate {text[problem.start]!a}; decode its bytes another way"
+    return None
+
+
 def _tokens(ids: npt.NDArray[np.int32]) -> wire.TokensPart:
     if ids.dtype.kind not in "iu" or ids.ndim != 1 or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 31):
         raise BadRequest(f"token ids of {ids.dtype} {ids.shape}: a row of integers from 0 to 2^31-1 is needed")
+    if 4 * len(ids) > wire.MOST_TOKENS_NBYTES:
+        raise BadRequest(f"{len(ids)} token ids; at most {wire.MOST_TOKENS_NBYTES // 4} are taken")
     return wire.TokensPart(ids.astype("<i4").tobytes())
 
 
@@ -115,6 +137,8 @@ def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
         raise BadRequest(f"a video of a {type(pictures).__name__}; give {_SOURCES}, or a list of encoded pictures")
     if not pictures:
         raise BadRequest("a video of no frames; give one or more")
+    if len(pictures) > wire.MOST_FRAMES:
+        raise BadRequest(f"a video of {len(pictures)} frames; at most {wire.MOST_FRAMES} are taken")
     for index, picture in enumerate(pictures):
         if not isinstance(picture, bytes | memoryview):
             raise BadRequest(f"frame {index} of a video is a {type(picture).__name__}; give bytes, an encoded picture")
@@ -131,6 +155,12 @@ def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
     names = sorted(item.outputs, key=lambda name: name != "embeddings")
     if not names or names[0] != "embeddings":
         raise BadRequest(f"an item of embeddings with the outputs {names}; `embeddings` must be among them")
+    if len(names) > wire.MOST_PRECOMPUTED:
+        raise BadRequest(f"an item of embeddings with {len(names)} outputs; at most {wire.MOST_PRECOMPUTED} are taken")
+    if item.modality not in MODALITIES:
+        raise BadRequest(f"embeddings of modality {item.modality!r:.80}; {' and '.join(MODALITIES)} have placeholders")
+    for name in names:
+        _check_name(name)
     outputs = []
     for name in names:
         try:
@@ -140,6 +170,17 @@ def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
         outputs.append(wire.Output(name, wire.Inline(len(frames), CODES[view.dtype], view.shape)))
         frames.append(view.data)
     return wire.EmbeddingsPart(tuple(outputs), item.modality)
+
+
+def _check_name(name: object) -> None:
+    """Raise BadRequest unless an output may be called so."""
+    if not isinstance(name, str) or not 1 <= len(name) <= wire.MOST_NAME:
+        raise BadRequest(
+            f"output {name!r:.100}: its name must be a text of 1 to {wire.MOST_NAME} characters, "
+            "as the deployment's model calls it"
+        )
+    if (problem := _surrogate(name)) is not None:
+        raise BadRequest(f"output {name!a}: its name is no Unicode: {problem}")
 
 
 def _read(source: Source, most_nbytes: int) -> Buffer:

@@ -8,7 +8,6 @@ from numbers import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest
 from tensorferry.codecs.frames import Buffer, Limits
-from tensorferry.pipeline.parts import KINDS
 
 REQUEST_NBYTES = 16
 
@@ -37,33 +36,8 @@ def check_list(parts: object) -> None:
         raise BadRequest(f"parts is {_shown(parts)}; give a list, also of one part: [{_short(parts)}]")
 
 
-def check_parts(parts: Sequence[wire.Part], frames: Sequence[Buffer], limits: Limits) -> None:
-    """Raises BadRequest, naming a part by its place. limits: of the tokenizer's front door."""
-    if not parts:
-        raise BadRequest(f"parts is empty; a request has one part or more, each of them {KINDS}")
-    if len(parts) > wire.MOST_PARTS:
-        raise BadRequest(f"parts has {len(parts)}; a request has {wire.MOST_PARTS} at most: join neighbouring texts")
-    for index, part in enumerate(parts):
-        if isinstance(part, wire.TextPart):
-            if len(part.text) > wire.MOST_CHARACTERS:
-                raise BadRequest(
-                    f"part {index}: a text of {len(part.text)} characters; {wire.MOST_CHARACTERS} are possible, so "
-                    "split it into several parts"
-                )
-            try:
-                part.text.encode()
-            except UnicodeEncodeError as problem:
-                found = part.text[problem.start]
-                raise BadRequest(
-                    f"part {index}: a text with {found!a} at character {problem.start}, half of a surrogate pair, "
-                    "which UTF-8 does not have: leave it away, or decode the text with errors='replace'"
-                ) from None
-        elif isinstance(part, wire.TokensPart) and len(part.ids) > wire.MOST_IDS_NBYTES:
-            raise BadRequest(
-                f"part {index}: {len(part.ids) // 4} token ids; {wire.MOST_IDS_NBYTES // 4} are possible, so split "
-                "them into several parts"
-            )
-
+def check_sizes(parts: Sequence[wire.Part], frames: Sequence[Buffer], limits: Limits) -> None:
+    """Raises BadRequest for more than a message takes; each part is sound. limits: of the tokenizer's front door."""
     if len(frames) >= limits.frames:
         raise BadRequest(
             f"parts have {len(frames)} files, pictures of videos and tensors; {limits.frames - 1} are possible"

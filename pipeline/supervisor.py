@@ -29,7 +29,7 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline import traffic
 from tensorferry.pipeline.config import Deployment, ranks_of, resolved
 from tensorferry.pipeline.keys import ServerKeys
-from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Tether
+from tensorferry.pipeline.lifecycle import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 from tensorferry.pipeline.readiness import readable
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.stage import inboxes
@@ -49,6 +49,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 #: docs/performance.md); smaller ones are better read from a cache. Its own threshold is three quarters of the last
 #: cache, which on a shared machine is mostly somebody else's. Read when a process starts; other C libraries ignore it.
 COPY_VARIABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
+
+_READY = b"ready\n"  #: see `Tether.announce`
 
 Command = Callable[[str, int], Sequence[str]]  #: (stage, rank) -> argument list
 
@@ -175,9 +177,8 @@ class Supervisor:
             if not self._whole or short_lives > spec.most:
                 when = "" if child.ready else " before it was ready"
                 times = f"; it has died {short_lives} times within {spec.healthy_s:g} s" if short_lives > 1 else ""
-                raise DeploymentError(
-                    f"{child} {child.how}{when}, so the deployment was stopped{times}; its last lines say more"
-                )
+                why = f": {child.last_words}" if child.last_words else "; its last lines say more"
+                raise DeploymentError(f"{child} {child.how}{when}, so the deployment was stopped{times}{why}")
             await _back_off(short_lives)
             while True:
                 try:
@@ -287,6 +288,7 @@ class _Child:
     def __init__(self, stage: str, rank: int, process: subprocess.Popen[bytes], status: int) -> None:
         self.stage, self.rank, self.process = stage, rank, process
         self.ready = False
+        self.last_words = ""  #: of one that ended before it was ready, where it knew why
         self._ready_at = self._ended_at = 0.0
         self._status = status
         self._pidfd = os.pidfd_open(process.pid)
@@ -306,7 +308,9 @@ class _Child:
     async def announced(self) -> None:
         """Until it is ready; for ever if it never will be."""
         await readable(self._status)
-        if os.read(self._status, 64) != b"ready\n":  # closed
+        said = os.read(self._status, LAST_WORDS_NBYTES)
+        if said != _READY:  # it has ended
+            self.last_words = said.decode(errors="replace")
             await asyncio.get_running_loop().create_future()
         self.ready, self._ready_at = True, time.monotonic()
 
@@ -358,6 +362,10 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._ended_at = time.monotonic()
+        os.set_blocking(self._status, False)  # a process that left the group may hold the other end
+        with suppress(BlockingIOError):
+            if said := os.read(self._status, LAST_WORDS_NBYTES).removeprefix(_READY):
+                self.last_words = said.decode(errors="replace")
         os.close(self._pidfd)
         os.close(self._status)
 

@@ -12,13 +12,13 @@ from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.publisher import Layout
 from tensorferry.codecs.tensors import View
+from tensorferry.pipeline.parts import MODALITIES
 from tensorferry.stages.adapters.forms import Form
 from tensorferry.stages.processors.base import BadMedia, Plan
 
 #: The grid of an item that has no patches, so no owner among the encoder ranks.
 NO_GRID = (0, 0, 0)
 NO_HASH = bytes(16)  #: and the content hash of one
-MODALITIES = ("image", "video")
 #: A float's exponent bits, of those whose all-ones mean NaN or infinity, and the integer that has them.
 _EXPONENTS = {
     "float16": (np.uint16, 0x7C00),
@@ -77,9 +77,23 @@ def read_precomputed(part: wire.EmbeddingsPart, frames: Sequence[Buffer], form: 
     found = f"its embeddings are {rows.dtype} {rows.shape}"
     if len(rows.shape) != 2 or not rows.shape[0]:
         raise BadMedia(f"{found}; (rows, width) is needed, one row or more")
-    if form is not None and (rows.dtype, rows.shape[1]) != form:
-        raise BadMedia(f"{found}; the deployment's model makes {form.dtype} of width {form.width}")
+    if form is not None:
+        if (rows.dtype, rows.shape[1]) != (form.dtype, form.width):
+            raise BadMedia(f"{found}; the deployment's model makes {form.dtype} of width {form.width}")
+        for name, other in list(outputs.items())[1:]:
+            _check_other(name, other, rows.shape[0], form)
     return Precomputed(part.modality, outputs)
+
+
+def _check_other(name: str, given: View, rows: int, form: Form) -> None:
+    """Raise BadMedia unless the model makes this output beside `embeddings`, and so."""
+    if name not in form.others:
+        known = " and ".join(["embeddings", *form.others])
+        raise BadMedia(f"its output {name!r} is none of the deployment's model, which makes {known}; leave it away")
+    shape = tuple(rows if extent is None else extent for extent in form.others[name])
+    if (given.dtype, given.shape) != (form.dtype, shape):
+        made = f"for {rows} rows the deployment's model makes {form.dtype} {shape}"
+        raise BadMedia(f"its {name} is {given.dtype} {given.shape}; {made}")
 
 
 def _is_finite(view: View) -> bool:

@@ -330,7 +330,7 @@ def broken(how: str) -> tuple[dict[str, torch.Tensor], str]:
     return weights, name
 
 
-@pytest.mark.parametrize("how", ["lacks", "has the unknown", "not (48, 16)", "finite", "floating point"])
+@pytest.mark.parametrize("how", ["lacks", "has the unknown", "not (48, 16)", "finite", "of I32; weights are taken in"])
 def test_patch_vit_names_the_tensor_that_is_not_right(tmp_path: Path, how: str) -> None:
     weights, name = broken(how)
     file = tmp_path / "w.safetensors"

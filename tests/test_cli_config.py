@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,6 +293,27 @@ def test_what_cannot_work_together_is_found_before_anything_starts(run, file, te
     assert result.exit_code == 2
     assert f"{key}: " in result.stderr
     assert problem in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not a tokenizer.json: "),
+        ("{}", "is not a tokenizer.json: "),
+        ('{"vocab": {"a": 1}}', "is not a tokenizer.json: "),
+        ('{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', r"lacks <\|image_pad\|>, "),
+    ],
+)
+def test_a_vocabulary_that_is_none_is_found(run, file, tmp_path, text, problem):
+    vocabulary = tmp_path / "tokenizer.json"
+    vocabulary.write_text(text)
+    file.write_text(f"{SOUND}tokenizer: {{vocabulary: tokenizer.json}}\n")
+    result = run("config", "check", str(file))
+    assert result.exit_code == 2
+    line = len(SOUND.splitlines()) + 1
+    assert re.search(rf"{re.escape(str(file))}:{line}: tokenizer\.vocabulary: {vocabulary} {problem}", result.stderr)
+    vocabulary.write_text(files("tensorferry.stages.processors").joinpath("bytelevel.json").read_text())
+    assert run("config", "check", str(file)).stdout == f"{file}: ok\n"
 
 
 def test_a_checkpoint_decides_what_fits_it(run, file, tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import re
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, ConfigError
@@ -101,6 +104,124 @@ async def test_a_model_of_a_local_directory_that_ends_its_answers(tmp_path: Path
     assert answer == EngineResult(end, token_ids=tokens[:end])
 
 
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint directory of the small model."""
+    make(seed=4).model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights.pop(UP), f"lacks tensor {UP}; name a whole checkpoint"),
+        (
+            lambda weights: [weights.pop(name) for name in list(weights) if name != UP],
+            "down_proj.weight, .* and 18 more",
+        ),
+        (lambda weights: weights.update(more=torch.zeros(2)), "has the unknown tensor more; name a whole checkpoint"),
+        (
+            lambda weights: weights.update({UP: torch.zeros(3, 5)}),
+            rf"has tensor {UP} of shape \(3, 5\), not \(256, 64\)",
+        ),
+        (lambda weights: weights[UP][0].fill_(torch.nan), f"has NaN or infinity in tensor {UP}"),
+        (lambda weights: weights[UP][0].fill_(-torch.inf), f"has NaN or infinity in tensor {UP}"),
+    ],
+    ids=["one missing", "nearly all missing", "unknown", "shape", "NaN", "infinity"],
+)
+def test_weights_that_are_not_the_models_are_named(saved: Path, change: Callable[[Any], object], said: str) -> None:
+    weights = load_file(saved / "model.safetensors")
+    change(weights)
+    save_file(weights, saved / "model.safetensors", {"format": "pt"})
+    refused(saved, said)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": None}, r"lacks tensor model\.layers\.2\..* and 4 more"),
+        ({"num_hidden_layers": 1, "layer_types": None}, r"has the unknown tensor model\.layers\.1\..* and 4 more"),
+        ({"model_type": "bert"}, r"as a BertLMHeadModel, lacks tensor bert\..*has the unknown tensor lm_head\.weight"),
+    ],
+    ids=["a layer more", "a layer less", "another model"],
+)
+def test_weights_of_another_configuration_are_named(saved: Path, values: dict[str, Any], said: str) -> None:
+    configure(saved, values)
+    refused(saved, said)
+
+
+def test_a_broken_file_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    make(seed=4).model.save_pretrained(tmp_path, max_shard_size="200KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    refused(tmp_path, f"{re.escape(shard.name)}: Error while deserializing header.*; fetch the file again")
+
+
+async def test_tied_weights_are_not_missed(tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    request = request_of([1, 2, 3])
+    expected = EngineResult(6, token_ids=generated(model, request))
+    assert await make(path=str(tmp_path)).run([request]) == [expected]
+    twice = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}  # as some checkpoints have it
+    save_file(twice, tmp_path / "model.safetensors", {"format": "pt"})
+    assert await make(path=str(tmp_path)).run([request]) == [expected]
+
+
+def test_what_a_models_class_leaves_out_is_not_unknown(tmp_path: Path) -> None:
+    """The vision tower of a whole checkpoint, where transformers has a language model for it."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, layer_types=["full_attention"], eos_token_id=None,
+    )  # fmt: skip
+    Qwen3_5ForCausalLM(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "model.visual.more": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    make(path=str(tmp_path))
+    save_file({**weights, "model.audio.more": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    refused(tmp_path, r"unknown tensor model\.audio\.more")
+
+
+@pytest.mark.parametrize("model_type", ["unheard_of", "qwen2"])
+def test_no_code_of_a_checkpoint_runs(saved: Path, model_type: str) -> None:
+    trace = saved / "it ran"
+    (saved / "own.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\n"
+        "from transformers import Qwen2Config as Config, Qwen2ForCausalLM as Model\n"
+    )
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    configure(saved, {"auto_map": classes, "model_type": model_type})
+    if model_type == "qwen2":
+        make(path=str(saved))  # transformers' own class serves
+    else:
+        refused(saved, "code of its own, which never runs here; name one of a model that transformers has")
+    assert not trace.exists()
+
+
+def configure(folder: Path, values: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def refused(folder: Path, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(folder))}.*{said}") as caught:
+        make(path=str(folder))
+    assert caught.value.key == "scheduler.options.path"
+
+
 async def test_a_request_that_does_not_fit_fails_alone() -> None:
     engine = make(vocabulary=300)
     good = request_of([1, 2])
@@ -142,7 +263,7 @@ async def test_a_cancelled_batch_stops_at_the_next_token() -> None:
     [
         ({"width": 60, "heads": 4}, "scheduler.options", "even multiple of heads, 4"),
         ({"path": "Qwen/Qwen2-7B"}, "scheduler.options.path", "is not a directory"),
-        ({"path": "."}, "scheduler.options.path", ".: "),
+        ({"path": "."}, "scheduler.options.path", "cannot read model.safetensors"),
         ({"temperature": 0.5}, "scheduler.options.temperature", "hf-causal has: depth, dtype, heads"),
     ],
 )

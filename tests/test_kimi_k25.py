@@ -33,8 +33,8 @@ VISION = {
     "vt_hidden_size": 32, "vt_intermediate_size": 48, "vt_num_hidden_layers": 3, "vt_num_attention_heads": 2,
     "init_pos_emb_height": 6, "init_pos_emb_width": 6, "init_pos_emb_time": 4, "text_hidden_size": 64,
     "patch_size": 14, "merge_kernel_size": [2, 2], "mm_hidden_size": 32, "projector_ln_eps": 1e-5,
-    "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
-    "video_attn_type": "spatial_temporal",
+    "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "projector_hidden_act": "gelu",
+    "pos_emb_type": "divided_fixed", "video_attn_type": "spatial_temporal",
 }  # fmt: skip
 
 
@@ -236,6 +236,7 @@ def test_a_checkpoint_of_something_else_is_refused(checkpoint: Path) -> None:
     save_file(weights, file)
     for key, value, problem in (
         ("merge_type", "sd3", "merge_type: Invalid enum value 'sd3'"),
+        ("projector_hidden_act", "relu", "projector_hidden_act: Invalid enum value 'relu', not 'relu'; restore"),
         ("vt_hidden_size", "wide", "vt_hidden_size: Expected `int`, got `str`, not 'wide'"),
         ("vt_num_hidden_layers", 0, "vt_num_hidden_layers: Expected `int` >= 1, not 0"),
         ("projector_ln_eps", 0, "not 0"),

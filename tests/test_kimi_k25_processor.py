@@ -175,6 +175,28 @@ def test_hash_is_of_what_the_tensor_is_made_of() -> None:
     assert [len(hashed) for hashed in hashes] == [16] * 3
 
 
+def test_equal_bytes_of_another_size_have_another_hash() -> None:
+    """Pictures of one colour: padded to whole tokens or not, they differ in nothing but their sides."""
+    one, other = (written(processor(), png(Image.new("RGB", size, (90, 90, 90)))) for size in ((84, 28), (28, 84)))
+    assert np.array_equal(one[1].data, other[1].data)
+    assert one[0] != other[0]
+    assert one[2] != other[2]
+
+
+def test_where_a_gpu_resizes_the_size_is_in_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the hash is over the pixels before they are resized."""
+    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    data, hashes = png(Image.new("RGB", (112, 56), (90, 90, 90))), []
+    for most in (8, 32, 64):
+        by = processor(max_patches=most)
+        planned = by.plan(data)
+        nbytes = nbytes_of(planned.dtype, planned.shape)
+        there = View(torch.full((nbytes,), 0xFF, dtype=torch.uint8), planned.dtype, planned.shape)
+        hashes.append(by.write(data, planned, there))
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
 # --- sizes for a replay, and for a pool ---------------------------------------------------------------------
 
 

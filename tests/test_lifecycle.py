@@ -219,6 +219,15 @@ def test_readiness_is_told_the_supervisor(start: Callable[..., Life], ends: Ends
     assert os.read(ends.status, 64) == b""
 
 
+def test_why_it_will_never_be_ready_is_told_the_supervisor(start: Callable[..., Life], ends: Ends) -> None:
+    status, _, err = start("cannot_go_on_twice", ends.tether).ends()
+    assert status == 1
+    ends.close(ends.tether.status)
+    first, second = (line.removeprefix("life-0: ") for line in err.splitlines())
+    assert os.read(ends.status, 4096).decode() == f"{first}; {second}"
+    assert os.read(ends.status, 64) == b""
+
+
 def test_a_byte_in_the_lifeline_cancels(start: Callable[..., Life], ends: Ends) -> None:
     life = start("never_drains", ends.tether)
     life.heard("ready")

@@ -181,7 +181,7 @@ def test_another_error_of_a_compiled_batch_is_not_taken_for_that() -> None:
 
 
 def test_a_machine_that_cannot_compile_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+    def backend(graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
         raise RuntimeError("Failed to find C compiler")
 
     torch._dynamo.reset()

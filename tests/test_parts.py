@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest
+from tensorferry.codecs.frames import Limits, decode, encode
 from tensorferry.pipeline.parts import Embeddings, Image, Video, on_wire, prompt_on_wire
 
 
@@ -31,6 +33,12 @@ from tensorferry.pipeline.parts import Embeddings, Image, Video, on_wire, prompt
         ([Video([b"a"], fps=1e300)], "part 0: a video at 1e+300 fps; give 0.001 to 1000000"),
         ([Video([b"a"], fps=float("nan"))], "part 0: a video at nan fps"),
         ([Video([b"a"], fps="2")], "part 0: a video at '2' fps"),  # type: ignore[arg-type]
+        ([], "0 parts; give 1 to 4096"),
+        (["a"] * 4097, "4097 parts; give 1 to 4096"),
+        (["a", "b\ud800"], "part 1: a text that is no Unicode: character 1 is the lone surrogate '\\ud800'"),
+        (["a" * (1 + (1 << 22))], "part 0: a text of 4194305 characters; at most 4194304 are taken"),
+        ([np.zeros(1 + (1 << 22), np.int32)], "part 0: 4194305 token ids; at most 4194304 are taken"),
+        ([Video([b""] * 65536)], "part 0: a video of 65536 frames; at most 65535 are taken"),
         ([Image(None)], "part 0: a file given as a NoneType; give the bytes of a file"),  # type: ignore[arg-type]
         ([Image("\0")], "part 0: cannot read '\\x00': "),
         ([Image("http://a/b.jpg")], "part 0: 'http://a/b.jpg' is an address, and nothing is ever fetched; give the"),
@@ -40,6 +48,43 @@ from tensorferry.pipeline.parts import Embeddings, Image, Video, on_wire, prompt
 def test_what_is_no_part_is_named(parts: Any, said: str) -> None:
     with pytest.raises(BadRequest, match=re.escape(said)):
         prompt_on_wire(parts, [])
+
+
+ROWS = np.zeros((2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "modality", "said"),
+    [
+        ({"x" * 65: ROWS}, "image", "part 1: output 'xxx"),
+        ({"x" * 65: ROWS}, "image", ": its name must be a text of 1 to 64 characters, as the deployment's model"),
+        ({"": ROWS}, "image", "part 1: output '': its name must be a text of 1 to 64 characters"),
+        ({5: ROWS}, "image", "part 1: output 5: its name must be a text"),
+        ({None: ROWS}, "image", "part 1: output None: its name must be a text"),
+        ({"\ud800": ROWS}, "image", "part 1: output '\\ud800': its name is no Unicode"),
+        ({f"x{i}": ROWS for i in range(16)}, "image", "part 1: an item of embeddings with 17 outputs; at most 16"),
+        ({}, "audio", "part 1: embeddings of modality 'audio'; image and video have placeholders"),
+        ({}, "x" * 65, "part 1: embeddings of modality 'xxx"),
+        ({}, 5, "part 1: embeddings of modality 5; image and video"),
+    ],
+)
+def test_an_output_that_cannot_travel_is_named(outputs: dict[Any, Any], modality: Any, said: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(said)):
+        prompt_on_wire(["a", Embeddings({"embeddings": ROWS, **outputs}, modality)], [])
+
+
+def test_what_is_just_taken_can_be_decoded() -> None:
+    outputs = {"embeddings": ROWS, **{"\U0001f600" * 60 + f"{i}": ROWS for i in range(15)}}
+    frames: list[Any] = []
+    texts, ids = "\U0001f600" * (1 << 22), np.zeros(1 << 22, np.int32)
+    parts = prompt_on_wire([texts, ids, Embeddings(outputs, "video"), Video([b""] * 65535)], frames)
+    message, _ = decode(
+        encode(wire.Submit(bytes(16), 0, parts, 1, 1000), frames), Limits(frames=1 << 20, header_nbytes=64 << 20)
+    )
+    assert isinstance(message, wire.Submit)
+    assert message.parts == parts
+    parts = prompt_on_wire(["a"] * 4096, frames)
+    decode(encode(wire.Submit(bytes(16), 0, parts, 1, 1000)), Limits())
 
 
 @pytest.mark.parametrize("kind", [Image, Video])

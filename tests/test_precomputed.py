@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import random
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from tensorferry.stages.prompt import Planner, Prompt
 
 LIMITS = LimitsSpec()
 FORM = Form("float32", 8)
+DEEP = Form("float32", 8, {"deepstack": (2, None, 8)})
 
 
 def rows_of(count: int, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -67,10 +69,9 @@ def test_e3_it_has_a_place_in_the_prompt_and_no_patches() -> None:
 
 
 def test_e3_all_outputs_are_kept_and_embeddings_come_first() -> None:
-    deepstack, rows = rows_of(6), rows_of(3, dtype=torch.bfloat16)
-    prompt = planned(
-        [Embeddings({"deepstack": deepstack.view(2, 3, 8), "embeddings": rows}, "video")], Form("bfloat16", 8)
-    )
+    deepstack, rows = rows_of(6, dtype=torch.bfloat16), rows_of(3, dtype=torch.bfloat16)
+    form = Form("bfloat16", 8, {"deepstack": (2, None, 8)})
+    prompt = planned([Embeddings({"deepstack": deepstack.view(2, 3, 8), "embeddings": rows}, "video")], form)
     item = prompt.precomputed[0]
     assert {name: view.shape for name, view in item.outputs.items()} == {"embeddings": (3, 8), "deepstack": (2, 3, 8)}
     assert prompt.plans[0].modality == "video"
@@ -99,6 +100,32 @@ def test_e3_what_the_model_would_not_make_is_refused(rows: torch.Tensor, problem
     good, bad = (Embeddings({"embeddings": tensor}) for tensor in (rows_of(1), rows))
     with pytest.raises(BadItem, match=problem):
         planned(["a", good, bad])
+
+
+@pytest.mark.parametrize(
+    ("others", "form", "problem"),
+    [
+        (
+            {"nonsense": rows_of(2)},
+            FORM,
+            "item 0: its output 'nonsense' is none of the deployment's model, which makes embeddings; leave it away",
+        ),
+        ({"deepstack": rows_of(6).view(2, 3, 8)}, FORM, "its output 'deepstack' is none of .* makes embeddings; leave"),
+        ({"nonsense": rows_of(2)}, DEEP, "'nonsense' is none of .* makes embeddings and deepstack; leave it away"),
+        (
+            {"deepstack": rows_of(9).view(3, 3, 8)},
+            DEEP,
+            r"its deepstack is float32 \(3, 3, 8\); for 3 rows the deployment's model makes float32 \(2, 3, 8\)",
+        ),
+        ({"deepstack": rows_of(4).view(2, 2, 8)}, DEEP, r"its deepstack is float32 \(2, 2, 8\); for 3 rows"),
+        ({"deepstack": rows_of(6).view(2, 3, 8).half()}, DEEP, r"its deepstack is float16 \(2, 3, 8\); .*float32"),
+    ],
+)
+def test_e3_other_outputs_must_be_the_models(others: dict[str, Any], form: Form, problem: str) -> None:
+    item = Embeddings({"embeddings": rows_of(3), **others})
+    planned([item], None)  # not known: the engine's to take or to refuse
+    with pytest.raises(BadItem, match=problem):
+        planned([item], form)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +174,7 @@ def test_e3_nan_and_infinity_are_refused(dtype: torch.dtype, value: float) -> No
 def test_e3_tensors_count_against_the_limit_of_a_request() -> None:
     item = Embeddings({"embeddings": rows_of(1), "more": torch.zeros(1 << 20, dtype=torch.uint8)})
     with pytest.raises(BadRequest, match=r"tensors of 1 MiB; limits\.request_mb is 1"):
-        planned([item], limits=LimitsSpec(request_mb=1, item_mb=1))
+        planned([item], None, LimitsSpec(request_mb=1, item_mb=1))
 
 
 @pytest.mark.parametrize(
@@ -190,20 +217,30 @@ def test_e3_the_form_is_what_the_adapter_makes(spec: ModelSpec) -> None:
 
     item = ItemInfo(0, "image", (1, 2, 4), 8, 2, bytes(16))
     make_adapter(spec, 1).encode([item], lambda _: view_of(rows_of(8, features)), out)
-    assert (made["embeddings"].dtype, made["embeddings"].shape[1]) == embedding_form(spec)
+    form = embedding_form(spec)
+    assert form is not None
+    shapes = {"embeddings": (None, form.width), **form.others}
+    assert {name: (view.dtype, view.shape) for name, view in made.items()} == {
+        name: (form.dtype, tuple(item.rows if extent is None else extent for extent in shape))
+        for name, shape in shapes.items()
+    }
 
 
 def test_e3_the_form_of_a_published_model_and_of_a_checkpoint(tmp_path: Path) -> None:
-    assert embedding_form(ModelSpec(adapter="qwen2.5-vl")) == ("bfloat16", 3584)
-    assert embedding_form(ModelSpec(adapter="qwen3-vl", options={"dtype": "float32"})) == ("float32", 4096)
-    assert embedding_form(ModelSpec(adapter="kimi-k25")) == ("bfloat16", 7168)
+    assert embedding_form(ModelSpec(adapter="qwen2.5-vl")) == Form("bfloat16", 3584)
+    deepstack = {"deepstack": (3, None, 4096)}
+    assert embedding_form(ModelSpec(adapter="qwen3-vl", options={"dtype": "float32"})) == ("float32", 4096, deepstack)
+    assert embedding_form(ModelSpec(adapter="kimi-k25")) == Form("bfloat16", 7168)
     assert embedding_form(ModelSpec(adapter="some.module:Encoder")) is None
     assert embedding_form(ModelSpec(adapter="text-only")) is None
     spec = ModelSpec(adapter="qwen3-vl", path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"model\.path.*cannot read .*config\.json"):
         embedding_form(spec)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 2560}}')
-    assert embedding_form(spec) == ("bfloat16", 2560)
+    assert embedding_form(spec) == Form("bfloat16", 2560, {"deepstack": (3, None, 2560)})
+    vision = {"out_hidden_size": 2560, "deepstack_visual_indexes": []}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": vision}))
+    assert embedding_form(spec) == Form("bfloat16", 2560)
 
 
 # --- through a deployment -------------------------------------------------------------------------------------

@@ -215,10 +215,15 @@ async def test_b22_a_stage_that_cannot_be_started_again_now_is_tried_later(place
 
 
 async def test_a_stage_that_cannot_start_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DeploymentError, match=r"^encoder-0 exited with status 1 before it was ready"):
+    how = "encoder-0 exited with status 1 before it was ready, so the deployment was stopped"
+    with pytest.raises(DeploymentError, match=rf"^{how}: there is no such file$"):
         async with place.running(encoder_0="dies_at_start"):
             pytest.fail("it is not running")
     assert "encoder-0: there is no such file\n" in capfd.readouterr().err
+    how = "encoder-0 exited with status 9 before it was ready, so the deployment was stopped"
+    with pytest.raises(DeploymentError, match=rf"^{how}; its last lines say more$"):
+        async with place.running(encoder_0="vanishes_at_start"):
+            pytest.fail("it is not running")
 
 
 async def test_those_that_are_late_are_named(place: Place) -> None:

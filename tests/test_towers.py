@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tensorferry.codecs.errors import BadItem, BadTensor, ConfigError
@@ -319,7 +320,14 @@ def test_a_configuration_of_another_model_is_refused(saved: tuple[str, Any, Path
         ("{", "truncated"),
         ('{"model_type": "llama"}', "model_type is 'llama'"),
         ("{}", "model_type is None"),
-        (json.dumps({"model_type": MODEL_TYPES[adapter]}), "vision_config"),
+        (
+            json.dumps({"model_type": MODEL_TYPES[adapter]}),
+            "there is no vision_config; it must be an object with the tower's sizes, so restore the config.json",
+        ),
+        (
+            json.dumps({"model_type": MODEL_TYPES[adapter], "vision_config": None}),
+            "vision_config is None; it must be an object with the tower's sizes, so restore the config.json",
+        ),
         ("[]", "Expected `object`"),
     ):
         (tmp_path / "config.json").write_text(text)
@@ -422,8 +430,71 @@ def test_a_file_of_a_checkpoint_that_is_not_there_is_named(saved: tuple[str, Any
             elsewhere.replace("\0", r"\x00"),
             *(["only files beside it"] if ".." in elsewhere else []),
         )
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-    refused(adapter, tmp_path, "cannot read", "weight_map")
+
+
+def test_a_broken_file_of_a_checkpoint_is_named(saved: tuple[str, Any, Path], tmp_path: Path) -> None:
+    adapter, _, folder = saved
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    index = tmp_path / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    name = next(name for name in whole["weight_map"] if "visual.blocks.1.attn.qkv.weight" in name)
+    for text, problem in (
+        ("{", "Input data was truncated"),
+        ("", "Input data was truncated"),
+        ("[]", "Expected `object`, got `array`"),
+        ("{}", "missing required field `weight_map`"),
+        ('{"weight_map": 3}', "Expected `object`, got `int` - at `$.weight_map`"),
+    ):
+        index.write_text(text)
+        refused(adapter, tmp_path, f"cannot read {index}: ", problem, "fetch the file again")
+    for file in ("", ".", "./", 3, None, ["a"]):
+        index.write_text(json.dumps({"weight_map": {**whole["weight_map"], name: file}}))
+        refused(adapter, tmp_path, f"{index} names {file!a} for tensor {name}; only files beside it are read")
+    index.write_text(json.dumps(whole))
+    shard = tmp_path / whole["weight_map"][name]
+    data = shard.read_bytes()
+    for broken in (data[:-8], data[:40], b"", b"version https://git-lfs.github.com/spec/v1"):
+        shard.write_bytes(broken)
+        refused(adapter, tmp_path, f"cannot read {shard}: ", "fetch the file again")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+        torch.int8,
+        torch.int32,
+        torch.bool,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_weights_of_a_dtype_that_is_not_taken_are_named(
+    saved: tuple[str, Any, Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    adapter, _, folder = saved
+    weights = copied(folder, tmp_path)
+    name = next(name for name in weights if "visual.blocks.1.attn.qkv.weight" in name)
+    file = tmp_path / "model.safetensors"
+    save_file({**weights, name: weights[name].abs().to(dtype)}, file)
+    with safe_open(file, framework="pt") as opened:
+        said = opened.get_slice(name).get_dtype()
+    taken = "weights are taken in float16, bfloat16, float32, float64; convert them"
+    refused(adapter, tmp_path, f"{file} has tensor {name} of {said}; {taken}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_weights_of_other_floating_dtypes_are_taken(
+    saved: tuple[str, Any, Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    adapter, _, folder = saved
+    save_file(
+        {name: tensor.to(dtype) for name, tensor in copied(folder, tmp_path).items()}, tmp_path / "model.safetensors"
+    )
+    make(adapter, tmp_path)
 
 
 @pytest.mark.timeout(30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
@@ -91,6 +91,21 @@ def test_frames_are_those_that_transformers_samples(
     for options, expected in ((QWEN2, qwen2), (QWEN3, qwen3)):
         found = sampled(options, frames, fps)
         assert (digest(found) if isinstance(expected, str) else found) == expected
+
+
+@pytest.mark.parametrize(
+    ("frames", "count", "expected"),
+    [
+        (30, 22, [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 16, 17, 19, 20, 21, 23, 24, 25, 27, 28]),
+        (60, 22, [0, 2, 5, 8, 10, 13, 16, 19, 21, 24, 27, 30, 32, 35, 38, 40, 43, 46, 49, 51, 54, 57]),
+        (68, 28, [2 * n + 3 * n // 7 for n in range(28)]),
+    ],
+)
+def test_steps_between_frames_are_float32_as_in_transformers(frames: int, count: int, expected: list[int]) -> None:
+    """Golden: `torch.arange(0, frames, frames / count).int()`, as in its Qwen2VLVideoProcessor. Each has a step that
+    falls on a whole number, and in float64 just short of it."""
+    assert sampled(Qwen2VLOptions(video_fps=float(count)), frames, float(frames)) == expected
+    assert [int(number * (frames / count)) for number in range(count)] != expected
 
 
 def test_without_a_rate_all_frames_are_looked_at_up_to_the_limit() -> None:
@@ -200,6 +215,45 @@ def test_whatever_changes_the_tensor_changes_the_hash() -> None:
     out = View.empty(*(lambda p: (p.dtype, p.shape))(image.plan(clip.frames[0])))
     still = image.write(clip.frames[0], image.plan(clip.frames[0]), out)
     assert still != written(image, Clip(clip.frames[:1], None))[2]
+
+
+def flat(width: int, height: int) -> bytes:
+    """Its pixels are the same bytes as those of any other with as many."""
+    return png(Image.new("RGB", (width, height), (90, 90, 90)))
+
+
+def test_frames_of_equal_bytes_and_another_grid_have_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same frames, resized to 84 x 28 and to 28 x 84: for equal options there is one size, so it is put in."""
+    by, clip, hashes = processor(), Clip([flat(60, 60)] * 2, None), []
+    for size in ((84, 28), (28, 84)):
+        monkeypatch.setattr(Qwen2VLProcessor, "_size_of_frames", lambda self, frames, found, size=size: size)
+        hashes.append(written(by, clip)[2])
+    assert len(set(hashes)) == 2
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Clip | bytes], bytes]:
+    """Writes to what is taken for GPU memory, and returns the content hash."""
+    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def hashed(by: Any, media: Clip | bytes) -> bytes:
+        planned = plan(by, media)
+        nbytes = nbytes_of(planned.dtype, planned.shape)
+        there = View(torch.full((nbytes,), 0xFF, dtype=torch.uint8), planned.dtype, planned.shape)
+        return write(by, media, planned, there)
+
+    return hashed
+
+
+@pytest.mark.parametrize("media", [Clip([flat(112, 56)] * 2, None), flat(112, 56)], ids=["video", "image"])
+def test_where_a_gpu_resizes_the_size_is_in_the_hash(
+    on_a_gpu: Callable[[Any, Clip | bytes], bytes], media: Clip | bytes
+) -> None:
+    """There the hash is over the pixels before they are resized."""
+    limits = [784, 6272, 25088]
+    hashes = [on_a_gpu(processor(video_min_pixels=least, min_pixels=least), media) for least in limits]
+    assert len(set(hashes)) == 2, "the first two change nothing"
 
 
 @pytest.mark.parametrize(("width", "height"), [(112, 56), (150, 77)])

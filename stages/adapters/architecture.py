@@ -32,7 +32,8 @@ Activation = Literal[
 class Vision(msgspec.Struct, kw_only=True, dict=True):
     """What is common to all families: `contradictions`, and what an adapter must know of any tower.
 
-    Every family says all of it. The bodies here are never run: a Struct's metaclass is not that of an abstract class.
+    Every family says all of it, but for `deepstack`. Bodies that raise are never run: a Struct's metaclass is not that
+    of an abstract class.
     """
 
     model_types: ClassVar[tuple[str, ...]]  #: what `model_type` in a checkpoint's config.json may be
@@ -55,6 +56,11 @@ class Vision(msgspec.Struct, kw_only=True, dict=True):
     def width(self) -> int:
         """Of an embedding."""
         raise NotImplementedError
+
+    @property
+    def deepstack(self) -> int:
+        """Layers in the output of that name; 0: there is none."""
+        return 0
 
 
 class Rotary(msgspec.Struct):
@@ -121,6 +127,10 @@ class Qwen3Vision(QwenVision):
         if isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
             yield "num_position_embeddings", f"{self.num_position_embeddings} must be a square: they are a square grid"
 
+    @property
+    def deepstack(self) -> int:
+        return len(self.deepstack_visual_indexes)
+
 
 class KimiVision(Vision):
     model_types = ("kimi_k25",)
@@ -138,6 +148,7 @@ class KimiVision(Vision):
     projector_ln_eps: Epsilon = 1e-5
     merge_type: Literal["sd2_tpool"] = "sd2_tpool"
     mm_projector_type: Literal["patchmerger"] = "patchmerger"
+    projector_hidden_act: Literal["gelu"] = "gelu"
     pos_emb_type: Literal["divided_fixed"] = "divided_fixed"
     video_attn_type: Literal["spatial_temporal"] = "spatial_temporal"
 
@@ -187,7 +198,8 @@ def read_vision(adapter: str, form: type[Vision], path: str) -> tuple[Vision, Ma
         wanted = ", ".join(form.model_types)
         raise bad_config("model.path", f"{file}: model_type is {model_type!r}; {adapter} takes {wanted}")
     if not isinstance(given := config.get("vision_config"), dict):
-        raise bad_config("model.path", f"{file}: vision_config is no object, but {given!r:.80}; the tower's sizes are")
+        found = f"vision_config is {given!r:.80}" if "vision_config" in config else "there is no vision_config"
+        raise bad_config("model.path", f"{file}: {found}; it must be an object with the tower's sizes, so {_REMEDY}")
     known = {field.name: field for field in msgspec.structs.fields(form)}
     fields = {key: value for key, value in given.items() if key in known}
     where = f"{file}: vision_config"

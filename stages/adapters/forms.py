@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tensorferry.pipeline.config import ModelSpec
@@ -12,16 +13,20 @@ from tensorferry.stages.patches import Patches
 from tensorferry.stages.plugin import read_options
 
 TINY_WIDTH = 64  #: of a tower made with the option `tiny`
+TINY_DEEPSTACK = 2  #: layers at most, of one
+Extents = tuple[int | None, ...]  #: a shape; None: a row for each placeholder
 
 
 class Form(NamedTuple):
-    dtype: str
+    dtype: str  #: of all outputs
     width: int
+    #: By name, the outputs beside `embeddings`.
+    others: Mapping[str, Extents] = MappingProxyType({})
 
 
 def fingerprint_form(spec: ModelSpec) -> Form:
     read_options("model.options", "fingerprint", FingerprintOptions, spec.options)
-    return Form("uint8", 32)
+    return Form("uint8", 32, {"digest": (32,)})
 
 
 def patch_vit_form(spec: ModelSpec) -> Form:
@@ -52,7 +57,15 @@ def tower_form(
     def tower(spec: ModelSpec) -> Form:
         options = read_options("model.options", adapter, form, spec.options)
         if spec.path is None:
-            return Form(options.dtype, TINY_WIDTH if options.tiny else width)
-        return Form(options.dtype, read_vision(adapter, vision, spec.path)[0].width)
+            layers = vision().deepstack
+            if options.tiny:
+                return _form(options.dtype, TINY_WIDTH, min(layers, TINY_DEEPSTACK))
+            return _form(options.dtype, width, layers)
+        found = read_vision(adapter, vision, spec.path)[0]
+        return _form(options.dtype, found.width, found.deepstack)
 
     return tower
+
+
+def _form(dtype: str, width: int, deepstack: int) -> Form:
+    return Form(dtype, width, {"deepstack": (deepstack, None, width)} if deepstack else {})

@@ -20,8 +20,9 @@ from tensorferry.codecs.errors import BadRequest, RequestError
 from tensorferry.stages.engines.base import EngineRequest, EngineResult, Options
 from tensorferry.stages.engines.options import HfCausalOptions
 from tensorferry.stages.plugin import bad_config, read_options
-from tensorferry.stages.weights import seeded_weights
+from tensorferry.stages.weights import differences, listed, read_headers, seeded_weights, tensor_files
 
+_PATH = "scheduler.options.path"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -104,19 +105,7 @@ def _model(options: HfCausalOptions) -> Any:
     """The model of a local directory, or a small one of Qwen2's architecture with seeded weights."""
     dtype = _DTYPES[options.dtype]
     if options.path is not None:
-        if not Path(options.path).is_dir():  # transformers would look for it on the network
-            raise bad_config(
-                "scheduler.options.path",
-                f"{options.path} is not a directory; name one with config.json and safetensors",
-            )
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                options.path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-            )
-        except Exception as problem:  # whatever a file that is not right leads it to
-            text = " ".join(str(problem).split())[:500]
-            raise bad_config("scheduler.options.path", f"{options.path}: {type(problem).__name__}: {text}") from problem
-        return model.eval()
+        return _read(options.path, dtype)
     config = Qwen2Config(
         vocab_size=options.vocabulary,
         hidden_size=options.width,
@@ -134,6 +123,44 @@ def _model(options: HfCausalOptions) -> Any:
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
     return model
+
+
+def _read(path: str, dtype: torch.dtype) -> Any:
+    """The model of a local directory, all of its weights from there. Raises ConfigError: transformers would make those
+    that are missing at random, and leave out those that it has no place for."""
+    folder = Path(path)
+    if not folder.is_dir():  # transformers would look for it on the network
+        raise bad_config(_PATH, f"{path} is not a directory; name one with config.json and safetensors")
+    read_headers(_PATH, tensor_files(_PATH, folder))  # a file that is broken, by its name
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by their names
+            output_loading_info=True,
+        )
+    except Exception as problem:  # whatever a file that is not right leads it to
+        text = " ".join(str(problem).split())[:500]
+        if "trust_remote_code" in text:  # its remedy is none here
+            text = "its model is code of its own, which never runs here; name one of a model that transformers has"
+        raise bad_config(_PATH, f"{path}: {type(problem).__name__}: {text}") from problem
+    # Tied weights are not among the missing, nor among the unknown what the model's class knows to leave out.
+    shapes = {name: (tuple(given), tuple(wanted)) for name, given, wanted in found["mismatched_keys"]}
+    if differing := differences(found["missing_keys"], found["unexpected_keys"], shapes):
+        remedy = "name a whole checkpoint with the config.json that it came with"
+        raise bad_config(_PATH, f"{path}, as a {type(model).__name__}, {differing}; {remedy}")
+    if broken := {name for name, tensor in model.state_dict().items() if not _is_finite(tensor)}:
+        raise bad_config(_PATH, f"{path} has NaN or infinity in tensor {listed(broken)}; fetch its files again")
+    return model.eval()
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() and tensor.itemsize == 1:  # of a quantised model; torch cannot look through all kinds
+        tensor = tensor.float()
+    return bool(tensor.isfinite().all())
 
 
 def _ends(model: Any) -> frozenset[int]:

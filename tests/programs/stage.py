@@ -62,6 +62,10 @@ async def dies_at_start(stop: Stop) -> None:
     raise DeploymentError("there is no such file")
 
 
+async def vanishes_at_start(stop: Stop) -> None:
+    os._exit(9)
+
+
 async def leaves_when_ready(stop: Stop) -> None:
     stop.announce_ready()
 
