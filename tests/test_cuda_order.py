@@ -24,6 +24,7 @@ import torch
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, LeaseNotReady, LeasePoisoned, StaleLease, StreamCapturing
+from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.memory import registered
 from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
 from tensorferry.codecs.memory.cuda_driver import CudaError, NoDriver
@@ -474,6 +475,7 @@ def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> An
         tasks=tasks,
         alone=nullcontext,
         outlive=lambda problem: None,
+        limits=Limits(),
         peers=SimpleNamespace(knows=lambda origin: True),
         counters=SimpleNamespace(count=counted.append),
         deployment=SimpleNamespace(timeouts=SimpleNamespace(ready_s=READY_S)),
