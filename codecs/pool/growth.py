@@ -241,7 +241,7 @@ class Growth:
             self.chunks.begin(position)
         try:
             handle = self._memory.grow(position)
-        except BaseException as problem:
+        except BaseException as problem:  # whatever it was, no position stays one that is coming
             with self._lock():
                 self.chunks.failed(position)
                 if not isinstance(problem, FerryError) or lost_context(problem) is not None:
