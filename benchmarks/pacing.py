@@ -35,7 +35,7 @@ start, late = time.monotonic_ns(), []
 for number in range(count):
     due = start + number * 10**9 // per_s
     while (left := due - time.monotonic_ns()) > 0:
-        time.sleep(left / 1e9)
+        time.sleep(left / 1e9)  # what is measured: how late a sleeper wakes
     late.append((time.monotonic_ns() - due) / 1e6)
 print(*late)
 """

@@ -18,8 +18,6 @@ from tensorferry.stages.features import Features
 from tensorferry.stages.jobs import Job, JobItem
 from tensorferry.stages.staging import wait_ready
 
-MOST_NAME = 64  #: characters of an output's name, as `messages.Name` has it
-
 
 @dataclass(slots=True)
 class Made:
@@ -184,8 +182,10 @@ class Call:
     def out(self, index: int, name: str, shape: tuple[int, ...], dtype: str) -> View:
         """A lease of the rank's own pool, to write an item's output into."""
         made = self._owners[index][0].made if 0 <= index < len(self._owners) else None
-        if not (isinstance(name, str) and name.isprintable() and 1 <= len(name) <= MOST_NAME):
-            raise BadItem(index, f"the adapter asked for output {name!r:.200}; a name has 1 to {MOST_NAME} characters")
+        if not (isinstance(name, str) and name.isprintable() and 1 <= len(name) <= wire.MOST_NAME):
+            raise BadItem(
+                index, f"the adapter asked for output {name!r:.200}; 1 to {wire.MOST_NAME} characters name it"
+            )
         if made is None or name in made.outputs:
             raise BadItem(index, f"the adapter asked twice for output {name!r}, or for an item it does not have")
         if len(made.outputs) == wire.MOST_OUTPUTS:

@@ -412,9 +412,9 @@ class Encoder:
             log.info("failed", request=job.request.hex(), kind=type(problem).__name__, problem=text_of(problem))
         else:
             log.error("encode_crashed", request=job.request.hex(), exc_info=problem)
-        kind, text = "EncodeError", f"{type(problem).__name__[:64]}: {text_of(problem, 4000)}"
+        kind, text = "EncodeError", f"{type(problem).__name__[: wire.MOST_NAME]}: {text_of(problem, 4000)}"
         if isinstance(problem, FerryError):
-            kind, text = type(problem).__name__[:64], text_of(problem)
+            kind, text = type(problem).__name__[: wire.MOST_NAME], text_of(problem)
         # A lease that is over was withdrawn: its connection broke.
         retryable = isinstance(problem, PeerBusy | PeerGone | StaleLease)
         failure = wire.Failure(kind, text, self._stage.origin, item_of(problem, wire.MOST_ITEMS), retryable)

@@ -407,7 +407,7 @@ class Scheduler:
         log.info("failed", request=request.hex(), kind=kind, problem=text_of(problem))
         # Unreadable embeddings are no fault of the request's: their encoder may have died, and others can make them.
         retryable = isinstance(problem, LeaseError | PeerGone)
-        failure = wire.Failure(kind[:64], text_of(problem), self._stage.origin, item, retryable)
+        failure = wire.Failure(kind[: wire.MOST_NAME], text_of(problem), self._stage.origin, item, retryable)
         owner = pending.admit.owner
         self._tell_owner(owner, wire.Failed(request, attempt, failure, owner.epoch))
 

@@ -17,7 +17,7 @@ def contained(work: Callable[[], T]) -> T:
     takes a StopIteration, so that its task would wait for ever, and a SystemExit ends the event loop."""
     try:
         return work()
-    except BaseException as problem:
+    except BaseException as problem:  # a plug-in's, in a thread that nobody interrupts
         if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
             raise
         raise RuntimeError(f"{type(problem).__name__}: {text_of(problem)}") from problem

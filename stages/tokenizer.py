@@ -382,8 +382,12 @@ class Tokenizer:
                 return wire.Failure("Cancelled", "cancelled by the client, or the deployment stopped", origin)
             case FerryError():
                 retryable = not isinstance(problem, RequestError)
-                return wire.Failure(type(problem).__name__[:64], text_of(problem), origin, retryable=retryable)
-        return wire.Failure("InternalError", f"{type(problem).__name__[:64]}: {text_of(problem, 4000)}", origin)
+                return wire.Failure(
+                    type(problem).__name__[: wire.MOST_NAME], text_of(problem), origin, retryable=retryable
+                )
+        return wire.Failure(
+            "InternalError", f"{type(problem).__name__[: wire.MOST_NAME]}: {text_of(problem, 4000)}", origin
+        )
 
     def _absent(self, request: Request | None) -> list[str]:
         """What may have kept a request, in words."""
