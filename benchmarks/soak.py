@@ -1,11 +1,15 @@
 """Soak: a deployment under a steady load for long, and nothing of it may grow.
 
 `python -m benchmarks.soak --minutes 30`: without a GPU, as fast as it goes for a moment, and then at 70 % of that, with
-requests at random times. Of every process memory (RSS), descriptors and threads are sampled, and of the requests the
-p99 of their latency. What goes up is named: by the Theil-Sen estimator over the time after the first fifth, whose
-confidence interval is above zero and whose growth matters (`MATTERS`); see `trend.py`.
+requests at random times. Of every process memory (RSS, and how much of it is shared), descriptors and threads are
+sampled, and of the requests the p99 of their latency. What goes up is named: by the Theil-Sen estimator over the time
+after the first fifth, whose confidence interval is above zero and whose growth matters (`MATTERS`); see `trend.py`. Who
+is told `busy` asks again, as a user would; more of that than `MOST_BUSY` is named, too.
 
-`--plant descriptors` or `memory` has one process leak, which must be found.
+By itself glibc keeps what the largest burst so far has needed: memory goes up in steps, and small leaks hide in it. So
+the stages run with a fixed threshold (`GIVE_BACK`), above which it gives back what is free, unless `--as-deployed`.
+
+`--plant descriptors` or `memory` has one process leak, which must be found. `--samples FILE` keeps every sample.
 """
 
 from __future__ import annotations
@@ -37,9 +41,11 @@ LOAD = 0.7  #: of what the deployment can do
 WARM_UP = 0.2  #: of the time, which is not judged: allocators and books that forget find their size
 SAMPLES = 200
 WINDOWS = 40  #: of the time, each with a p99
-AT_ONCE = 8
+AT_ONCE = 8  #: for what the deployment can do
 CALIBRATE_S = 10.0  #: at most, for what the deployment can do
+MOST_BUSY = 0.001  #: of the requests; a pause of the machine makes a burst of those that came meanwhile
 PHOTOS = 16
+GIVE_BACK = ("env", "MALLOC_TRIM_THRESHOLD_=131072")  #: its default, which then no longer moves (mallopt(3))
 LEAKY = ("tokenizer", 0)  #: who leaks, where it is to be seen that leaks are found
 
 DEPLOYMENT = """
@@ -58,7 +64,13 @@ telemetry: {{log_level: error, log_format: json}}
 """
 
 #: Growth over the time judged, by what is sampled, that matters: so much, or such a part of the median if that is more.
-MATTERS = {"rss_mib": (2.0, 0.02), "descriptors": (1.0, 0.0), "threads": (1.0, 0.0), "p99_ms": (2.0, 0.25)}
+MATTERS = {
+    "rss_mib": (2.0, 0.02),
+    "shared_mib": (2.0, 0.02),
+    "descriptors": (1.0, 0.0),
+    "threads": (1.0, 0.0),
+    "p99_ms": (2.0, 0.25),
+}
 
 #: A stage with a leak; what follows are its arguments.
 _LEAKS = {
@@ -102,7 +114,7 @@ class Soak:
         self._photos = [photo(seed * PHOTOS + number) for number in range(PHOTOS)]
         self._began = time.monotonic()
         self._took = np.zeros((0, 2))  # when each request was sent, s, and how long it took, ms
-        self.requests = 0
+        self.requests = self.busy = 0
         self.failed: Counter[str] = Counter()
         self.series: dict[tuple[str, str], Series] = {}  #: by process and what is sampled
 
@@ -113,7 +125,7 @@ class Soak:
         async def ask() -> None:
             nonlocal done
             while time.monotonic() < until:
-                await self._request()
+                await self.request()
                 done += 1
 
         async with asyncio.TaskGroup() as group:
@@ -124,13 +136,13 @@ class Soak:
     async def run(self, pids: dict[str, int], rate: float, for_s: float) -> None:
         """Requests at random times, so many a second, while everything is sampled."""
         self._took = np.full((int(2 * rate * for_s) + SAMPLES, 2), -1.0)  # at once, else our own memory would grow
-        self._began, self.requests, self.failed = time.monotonic(), 0, Counter()
+        self._began, self.requests, self.busy, self.failed = time.monotonic(), 0, 0, Counter()
         sampling = asyncio.create_task(self._sample(pids, for_s / SAMPLES))
         async with asyncio.TaskGroup() as requests:
             due = self._began
             while (due := due + self._rng.expovariate(rate)) < self._began + for_s:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                requests.create_task(self._request())
+                requests.create_task(self.request())
         sampling.cancel()
         await asyncio.wait([sampling])
         latencies = self.series["requests", "p99_ms"] = Series()
@@ -138,12 +150,14 @@ class Soak:
             if len(window):
                 latencies.add(float(window[0, 0]), float(np.quantile(window[:, 1], 0.99)))
 
-    async def _request(self) -> None:
+    async def request(self) -> None:
         at_s = time.monotonic() - self._began
         chosen = self._rng.choices(self._photos, k=self._rng.randrange(4))
-        outcome = await self._client.submit(["soak ", *chosen], output_tokens=1)
-        if not isinstance(outcome, wire.Result):
-            self.failed[outcome.failure.kind if isinstance(outcome, wire.Failed) else "Busy"] += 1
+        while isinstance(outcome := await self._client.submit(["soak ", *chosen], output_tokens=1), wire.Busy):
+            self.busy += 1
+            await asyncio.sleep(outcome.retry_ms / 1e3)
+        if isinstance(outcome, wire.Failed):
+            self.failed[outcome.failure.kind] += 1
         if self.requests < len(self._took):
             self._took[self.requests] = at_s, (time.monotonic() - self._began - at_s) * 1e3
         self.requests += 1
@@ -154,8 +168,10 @@ class Soak:
             at_s = time.monotonic() - self._began
             for name, process in processes.items():
                 with process.oneshot():
+                    memory = process.memory_info()
                     sampled = {
-                        "rss_mib": process.memory_info().rss / (1 << 20),
+                        "rss_mib": memory.rss / (1 << 20),
+                        "shared_mib": memory.shared / (1 << 20),
                         "descriptors": process.num_fds(),
                         "threads": process.num_threads(),
                     }
@@ -165,7 +181,13 @@ class Soak:
 
 
 async def soak(
-    for_s: float, *, seed: int = 0, transport: str = "shm", plant: Sequence[str] = (), leak_every_s: float = 1.0
+    for_s: float,
+    *,
+    seed: int = 0,
+    transport: str = "shm",
+    as_deployed: bool = False,
+    plant: Sequence[str] = (),
+    leak_every_s: float = 1.0,
 ) -> dict[str, object]:
     """Run it; the numbers, with what goes up, or failed, under `wrong`: nothing, if all is well."""
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
@@ -175,11 +197,11 @@ async def soak(
         start = start_command(file, ())
 
         def command(stage: str, rank: int) -> Sequence[str]:
-            usual = start(stage, rank)
-            if not plant or (stage, rank) != LEAKY:
-                return usual
-            code = _LEAKING.format(leak="; ".join(_LEAKS[what] for what in plant))
-            return [sys.executable, "-P", "-c", code, str(leak_every_s), *usual[usual.index("tensorferry") + 1 :]]
+            argv = start(stage, rank)
+            if plant and (stage, rank) == LEAKY:
+                code = _LEAKING.format(leak="; ".join(_LEAKS[what] for what in plant))
+                argv = [sys.executable, "-P", "-c", code, str(leak_every_s), *argv[argv.index("tensorferry") + 1 :]]
+            return argv if as_deployed else [*GIVE_BACK, *argv]
 
         async with (
             Supervisor.running(deployment, file, command=command) as supervisor,
@@ -198,11 +220,15 @@ async def soak(
     ]
     if run.failed:
         wrong.append(f"requests failed: {dict(run.failed)}")
+    if run.busy > MOST_BUSY * run.requests:
+        wrong.append(f"told busy at {LOAD:.0%} load: {run.busy} times, {run.requests} requests")
     return {
         "seed": seed,
         "seconds": for_s,
         "capacity_rps": round(capacity, 1),
         "requests": run.requests,
+        "busy": run.busy,
+        "samples": {f"{name}: {what}": [series.at_s, series.values] for (name, what), series in run.series.items()},
         "series": {
             f"{name}: {what}": {
                 "median": round(float(np.median(run.series[name, what].values)), 2),
@@ -219,10 +245,17 @@ async def soak(
 @click.option("--minutes", type=Real(0.01, 1e6), default=30.0, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--transport", type=click.Choice(["shm", "cpu"]), default="shm", show_default=True)
+@click.option("--as-deployed", is_flag=True, help="Let glibc keep what bursts have needed.")
+@click.option("--samples", type=click.Path(dir_okay=False, path_type=Path), help="A file for every sample, as JSON.")
 @click.option("--plant", multiple=True, type=click.Choice(list(_LEAKS)), help="A leak that must be found.")
-def main(minutes: float, seed: int, transport: str, plant: Sequence[str]) -> None:
+def main(
+    minutes: float, seed: int, transport: str, as_deployed: bool, samples: Path | None, plant: Sequence[str]
+) -> None:
     """Load a deployment for long, and see whether anything of it grows."""
-    numbers = asyncio.run(soak(minutes * 60, seed=seed, transport=transport, plant=plant))
+    numbers = asyncio.run(soak(minutes * 60, seed=seed, transport=transport, as_deployed=as_deployed, plant=plant))
+    taken = json.dumps(numbers.pop("samples"))
+    if samples is not None:
+        samples.write_text(taken)
     click.echo(json.dumps(numbers, indent=1))
     sys.exit(1 if numbers["wrong"] else 0)
 
