@@ -160,8 +160,9 @@ def test_a_linked_summary_stays_linked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_killed_writer_leaves_nothing(tmp_path: Path, by: signal.Signals) -> None:
     program = """if True:
-        import sys, pathlib
-        from tensorferry.pipeline.replay.whole import destination, write_whole
+        import pathlib, signal, sys
+        from tensorferry.pipeline.replay.whole import write_whole
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
         def chunks():
             yield b"half"
             print("half", flush=True)

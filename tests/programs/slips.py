@@ -79,8 +79,8 @@ class Adapter(Fingerprint):
         for item in items:
             if item.rows in ADAPTER:
                 ADAPTER[item.rows](item, load, out)
-                return
-        super().encode(items, load, out)
+        if others := [item for item in items if item.rows not in ADAPTER]:
+            super().encode(others, load, out)
 
 
 class Processor(Qwen2VLProcessor):
