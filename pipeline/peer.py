@@ -57,6 +57,11 @@ class Peer:
         return self.dead or self.lost > 0
 
     @property
+    def left(self) -> bool:
+        """Whether its process has ended: it is proven to have, or said that it would, and then its connection broke."""
+        return self.dead or (self.leaving and self.lost > 0)
+
+    @property
     def quarantine(self) -> str:
         """Of one that is quarantined: why, in words."""
         if self.distrusted:

@@ -228,8 +228,17 @@ class Peers:
 
     def tell(self, message: wire.Drain | wire.Drained) -> None:
         for peer in self:
-            if peer.epoch:
+            if peer.epoch and not peer.left:
                 self.send(peer, message)
+
+    async def leave(self, deadline_s: float) -> None:
+        """Say Drained, and wait until all that was said is with the others, but not for whoever has left before us."""
+        self.tell(wire.Drained(self.origin))
+        there = [peer for peer in self if peer.epoch and not peer.left]
+        for peer in self:
+            if peer not in there:
+                peer.outbox.close()
+        await asyncio.gather(*(peer.outbox.flush(deadline_s) for peer in there))
 
     def send(self, peer: Peer, message: wire.Message, inline: Iterable[Buffer] = ()) -> bool:
         """Send what can be lost without harm; a peer that does not keep up is counted by its outbox."""

@@ -271,5 +271,4 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
                 yield self
             finally:
                 self.attaching.cancel()
-        self.peers.tell(wire.Drained(self.origin))
-        await asyncio.gather(*(peer.outbox.flush(FLUSH_S) for peer in self.peers))
+        await self.peers.leave(FLUSH_S)

@@ -27,6 +27,14 @@ class Box:
 
     def __init__(self, address: str, peer: str) -> None:
         self.sent: list[wire.Message] = []
+        self.flushed = self.closed = False
+
+    async def flush(self, deadline_s: float) -> bool:
+        self.flushed = True
+        return True
+
+    def close(self) -> None:
+        self.closed = True
 
     def send_nowait(self, message: wire.Message, inline: Sequence[Any] = ()) -> None:
         self.sent.append(message)
@@ -206,6 +214,27 @@ def test_a_peer_that_leaves_gets_nothing_new_but_may_be_told_what_is_under_way(p
     peers.hear(wire.Drain(wire.Origin("scheduler", 0, 10)))
     assert peers.usable("scheduler") == []
     assert peers.taker("scheduler", 0, 10).state == "leaving"
+
+
+async def test_the_last_word_is_for_those_who_are_still_there(peers: Peers) -> None:
+    """The deployment drains upstream first: to wait for who has left would take the whole deadline, each time."""
+    peers.greet({("scheduler", 1): "ipc:///s1"})  # has never been there
+    peers.hear(wire.Drained(wire.Origin("encoder", 0, 10)))
+    peers.lost("encoder-0")
+    peers.lost("encoder-1")  # its connection may come back
+    peers.hear(wire.Drain(wire.Origin("scheduler", 0, 10)))  # it has not ended yet
+    await peers.leave(1.0)
+    boxes = {str(peer): peer.outbox for peer in peers}
+    assert {name for name, box in boxes.items() if box.flushed} == {"encoder-1", "scheduler-0"}  # type: ignore[attr-defined]
+    assert {name for name, box in boxes.items() if box.closed} == {"encoder-0", "scheduler-1"}  # type: ignore[attr-defined]
+    told = {name for name, box in boxes.items() if wire.Drained(ME) in box.sent}  # type: ignore[attr-defined]
+    assert told == {"encoder-1", "scheduler-0"}
+
+
+async def test_the_last_word_is_not_for_the_dead(peers: Peers) -> None:
+    peers.died(wire.Origin("encoder", 0, 10))
+    await peers.leave(1.0)
+    assert [str(peer) for peer in peers if peer.outbox.closed] == ["encoder-0"]  # type: ignore[attr-defined]
 
 
 # --- what is not believed -----------------------------------------------------------------------------------------
