@@ -4,7 +4,7 @@
 requests at random times. Of every process memory (RSS, and how much of it is shared), descriptors and threads are
 sampled, and of the requests the p99 of their latency. What goes up is named: by the Theil-Sen estimator over the time
 after the first fifth, whose confidence interval is above zero and whose growth matters (`MATTERS`); see `trend.py`. Who
-is told `busy` asks again, as a user would; more of that than `MOST_BUSY` is named, too.
+is told `busy` asks again, as a user would, and that is named, too.
 
 By itself glibc keeps what the largest burst so far has needed: memory goes up in steps, and small leaks hide in it. So
 the stages run with a fixed threshold (`GIVE_BACK`), above which it gives back what is free, unless `--as-deployed`.
@@ -43,7 +43,6 @@ SAMPLES = 200
 WINDOWS = 40  #: of the time, each with a p99
 AT_ONCE = 8  #: for what the deployment can do
 CALIBRATE_S = 10.0  #: at most, for what the deployment can do
-MOST_BUSY = 0.001  #: of the requests; a pause of the machine makes a burst of those that came meanwhile
 PHOTOS = 16
 GIVE_BACK = ("env", "MALLOC_TRIM_THRESHOLD_=131072")  #: its default, which then no longer moves (mallopt(3))
 LEAKY = ("tokenizer", 0)  #: who leaks, where it is to be seen that leaks are found
@@ -220,7 +219,7 @@ async def soak(
     ]
     if run.failed:
         wrong.append(f"requests failed: {dict(run.failed)}")
-    if run.busy > MOST_BUSY * run.requests:
+    if run.busy:
         wrong.append(f"told busy at {LOAD:.0%} load: {run.busy} times, {run.requests} requests")
     return {
         "seed": seed,

@@ -26,6 +26,7 @@ class Peer:
     pool: int | None = None  #: that it has announced
     ready: bool = False
     leaving: bool = False
+    drained: bool = False  #: that was its last word
     dead: bool = False  #: its process is proven to be
     lost: int = 0  #: the connection broke, and so many heartbeats must come before we believe that it lives
     connection: int = 0  #: how often it broke: what was sent before the last time may never have come
@@ -58,8 +59,8 @@ class Peer:
 
     @property
     def left(self) -> bool:
-        """Whether its process has ended: it is proven to have, or said that it would, and then its connection broke."""
-        return self.dead or (self.leaving and self.lost > 0)
+        """Whether it needs nothing any more: its process is proven to have ended, or has said its last word."""
+        return self.dead or self.drained
 
     @property
     def quarantine(self) -> str:
@@ -84,7 +85,7 @@ class Peer:
         if not self.over:
             return False
         self.epoch, self.column, self.pool, self.refusal = epoch, None, None, ""
-        self.ready = self.leaving = self.dead = self.wants = self.distrusted = False
+        self.ready = self.leaving = self.drained = self.dead = self.wants = self.distrusted = False
         self.silent_s, self.lost, self.broken = 0.0, 0, False
         self.reports.clear()
         return True

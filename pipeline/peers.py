@@ -302,6 +302,7 @@ class Peers:
                 peer = self._known(origin)
                 if peer is not None:
                     peer.leaving = True
+                    peer.drained |= isinstance(message, wire.Drained)
                     self._heard(peer)
                 known = peer is not None
             case _:

@@ -220,9 +220,9 @@ async def test_the_last_word_is_for_those_who_are_still_there(peers: Peers) -> N
     """The deployment drains upstream first: to wait for who has left would take the whole deadline, each time."""
     peers.greet({("scheduler", 1): "ipc:///s1"})  # has never been there
     peers.hear(wire.Drained(wire.Origin("encoder", 0, 10)))
-    peers.lost("encoder-0")
     peers.lost("encoder-1")  # its connection may come back
-    peers.hear(wire.Drain(wire.Origin("scheduler", 0, 10)))  # it has not ended yet
+    peers.hear(wire.Drain(wire.Origin("scheduler", 0, 10)))  # it finishes what it has
+    peers.lost("scheduler-0")  # and its connection may come back, too
     await peers.leave(1.0)
     boxes = {str(peer): peer.outbox for peer in peers}
     assert {name for name, box in boxes.items() if box.flushed} == {"encoder-1", "scheduler-0"}  # type: ignore[attr-defined]
