@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors import image as image_module
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.container import Container
+from tensorferry.stages.processors.headers.container import UPRIGHT
 from tensorferry.stages.processors.image import ImageHeader, header, upright_rgb
 
 ROOT = Path(__file__).parent.parent
@@ -191,9 +191,9 @@ def test_orientation_that_stands_elsewhere_is_found(kind: str, options: dict[str
 
 
 def test_picture_that_pillow_turns_by_itself_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    """As it does with a TIFF while decoding, were the orientation not taken out of it."""
+    """As it would with a TIFF while decoding, by an orientation that XMP alone has."""
     data = encoded(banded(), "TIFF", tiffinfo={700: XMP})
-    monkeypatch.setattr(image_module, "read_container", lambda data: Container("TIFF", data, (24, 16)))
+    monkeypatch.setattr(image_module, "_left_to_turn", lambda image: UPRIGHT)
     with pytest.raises(BadMedia, match="the picture is 16x24, its header says 24x16"):
         upright_rgb(data, LIMITS)
 

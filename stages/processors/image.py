@@ -14,7 +14,11 @@ How a picture becomes 8-bit RGB:
 - bilevel, gray, palette, YCbCr and CMYK (JPEG's in Adobe's inverted form, YCCK too) are converted by Pillow,
   CIE LAB through its colour management; floating-point pixels have no known white and are refused;
 - colour profiles and gamma are ignored, as vision models are trained on pixels read that way;
-- a truncated file is refused, never filled up. A PNG chunk of pixels with a wrong checksum is refused.
+- a truncated file is refused, never filled up: one that ends early, and one whose pixels end before its size says so
+  (`completeness.py`, with what is not found out). A PNG chunk of pixels with a wrong checksum is refused;
+- of a GIF or WebP that is sent as an image, what lies behind its first picture is not looked at, and may be damaged or
+  missing (but a WebP that is shorter than it says is refused, as its decoder wants the whole file). Sent as a video,
+  all pictures up to the last one that is looked at must be whole.
 """
 
 from __future__ import annotations
@@ -41,8 +45,10 @@ from PIL import (
 
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.completeness import check_complete
+from tensorferry.stages.processors.headers import tiff
 from tensorferry.stages.processors.headers.container import UPRIGHT, Container
-from tensorferry.stages.processors.headers.exif import exif_orientation
+from tensorferry.stages.processors.headers.exif import ORIENTATION, exif_orientation
 from tensorferry.stages.processors.headers.formats import read_container
 
 # Set once, before any thread decodes; the limit that holds is LimitsSpec.item_pixels.
@@ -73,6 +79,8 @@ TURNS = {
 }
 #: Orientations whose upright width is the stored height.
 SIDEWAYS = frozenset({5, 6, 7, 8})
+#: BMP compressions that are accepted: none, and bit fields. Run lengths are decoded in Python, byte by byte.
+BMP_PLAIN = (0, 3)
 WHITE = (255, 255, 255)
 
 
@@ -124,6 +132,7 @@ def decoded(container: Container, image: ImageFile.ImageFile, orientation: int) 
     """The picture that an opened image is at, by the policy above; inside the block of `opened`."""
     size = image.size
     image.load()
+    check_complete(container, image)
     rgb = _to_rgb(image, container)
     if rgb.size != size:
         raise BadMedia(f"the picture is {rgb.width}x{rgb.height}, its header says {size[0]}x{size[1]}")
@@ -139,13 +148,30 @@ def opened(container: Container, limits: LimitsSpec) -> Iterator[tuple[ImageFile
     _check_pixels(container.size, container.coded_pixels, limits)
     with explained(container.format), Image.open(io.BytesIO(container.data), formats=[container.format]) as image:
         _check_pixels(image.size, 0, limits)
+        if isinstance(image, TiffImagePlugin.TiffImageFile):
+            _check_pixels(None, tiff.tile_pixels(image), limits)
+            tiff.check_whole(image)
+        if isinstance(image, BmpImagePlugin.BmpImageFile) and image.info["compression"] not in BMP_PLAIN:
+            raise BadMedia(f"a BMP of compression {image.info['compression']} is not accepted; 0 and 3 are")
         if container.size not in (None, image.size):
             raise BadMedia(f"of two readings of its header one finds {container.size}, one {image.size}")
         orientation = container.orientation
         if orientation is None:  # AVIF: Pillow has written it into EXIF of its own making
             exif = bytes(image.info.get("exif", b"")).removeprefix(b"Exif\0\0")
             orientation = exif_orientation(memoryview(exif)) or UPRIGHT
+        if isinstance(image, TiffImagePlugin.TiffImageFile):
+            orientation = _left_to_turn(image)
         yield image, orientation
+
+
+def _left_to_turn(image: TiffImagePlugin.TiffImageFile) -> int:
+    """The orientation of a TIFF that Pillow does not apply while it decodes, as it does with EXIF's, whose size it
+    swaps at once. Directories inside the EXIF, which Pillow would read then, are forgotten."""
+    exif = image.getexif()
+    found = exif.get(ORIENTATION, UPRIGHT)
+    for tag in [tag for tag in exif if tag != ORIENTATION or tag not in image.tag_v2]:
+        del exif[tag]
+    return UPRIGHT if ORIENTATION in image.tag_v2 else found
 
 
 @contextmanager
@@ -202,14 +228,17 @@ def _over_white(image: Image.Image, _: Container) -> Image.Image:
     return canvas
 
 
-def _wide_gray(image: Image.Image, container: Container) -> Image.Image:
+def _wide_gray(image: Image.Image, _: Container) -> Image.Image:
     """Gray of more than 8 bits, scaled to 8 and rounded."""
     gray = np.asarray(image)
     if image.mode == "I" and gray.size and (gray.min() < 0 or gray.max() > 0xFFFF):
         raise BadMedia("32-bit gray with values outside 0..65535 has no known white")
-    white = 0xFFFF if image.mode == "I" else container.white
+    white, inverted = 0xFFFF, False
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        most, inverted = tiff.white(image)
+        white = 0xFFFF if image.mode == "I" else most
     scaled = (np.minimum(gray, white).astype(np.uint32) * 255 + white // 2) // white
-    return Image.fromarray((255 - scaled if container.inverted else scaled).astype(np.uint8)).convert("RGB")
+    return Image.fromarray((255 - scaled if inverted else scaled).astype(np.uint8)).convert("RGB")
 
 
 def _without(clear: tuple[int, ...], image: Image.Image, rgb: Image.Image) -> Image.Image:

@@ -14,10 +14,10 @@ from struct import unpack_from
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.bitmaps import blocks_end, table_nbytes
 from tensorferry.stages.processors.headers.container import Container
-from tensorferry.stages.processors.headers.png import MAX_CHUNKS, read_png
+from tensorferry.stages.processors.headers.png import read_png
+from tensorferry.stages.processors.headers.work import Work
 
 MOST_PICTURES = 4096  #: of one file: as many as a message may have frames
-MOST_BLOCKS = 1 << 19  #: of all a GIF's pictures: twice what 64 MiB in blocks of 255 bytes are
 #: A picture that is to be shown for less than SHORTEST_MS is shown for DEFAULT_MS, as browsers do (Chromium's
 #: DeferredImageDecoder, Firefox's FrameTimeout): most such files mean "at once" and were never seen that fast.
 SHORTEST_MS, DEFAULT_MS = 11, 100
@@ -81,8 +81,10 @@ def _read_gif(view: memoryview, container: Container) -> Animation:
     """Source: GIF89a, sections 20 and 23. The time is in hundredths of a second, in the block before the picture."""
     pictures: list[_Picture] = []
     position = 13 + table_nbytes(view[10])
-    hundredths, clear, blocks = 0, False, 0
-    while blocks < MOST_BLOCKS:
+    work = Work("a GIF", len(view))
+    hundredths, clear = 0, False
+    while True:
+        work.piece()
         kind = view[position]
         if kind == 0x3B:
             return _animation(replace(container, covered=None), pictures)
@@ -92,16 +94,13 @@ def _read_gif(view: memoryview, container: Container) -> Animation:
                 raise BadMedia("a GIF whose first picture leaves some of its canvas without a colour is no video")
             _add(pictures, _Picture(left, top, width, height, 10 * hundredths))
             hundredths, clear = 0, False
-            position, more = blocks_end(view, position + 11 + table_nbytes(flags))
-            blocks += more
+            position = blocks_end(view, position + 11 + table_nbytes(flags), work)
         elif kind == 0x21:
             if view[position + 1] == 0xF9:
                 clear, hundredths = bool(view[position + 3] & 1), unpack_from("<H", view, position + 4)[0]
-            position, more = blocks_end(view, position + 2)
-            blocks += more
+            position = blocks_end(view, position + 2, work)
         else:
             raise BadMedia(f"a GIF with an unknown block 0x{kind:02X}")
-    raise BadMedia(f"a GIF of {MOST_BLOCKS} blocks or more is not accepted")
 
 
 def _read_webp(view: memoryview, container: Container) -> Animation:
@@ -126,7 +125,7 @@ def _read_png(view: memoryview, container: Container) -> Animation:
         raise BadMedia("an animated PNG with a transparent colour is not accepted; an alpha channel or a palette is")
     pictures: list[_Picture] = []
     position, default_is_first, declared = 8, False, None
-    for _ in range(MAX_CHUNKS):  # as many as `read_png` has walked over
+    while True:  # `read_png` has walked over it, up to its end
         nbytes, name = unpack_from(">L4s", view, position)
         if name == b"acTL":
             declared = int(unpack_from(">L", view, position + 8)[0])

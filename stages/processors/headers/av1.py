@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.headers.work import Work
 
-#: Units (headers, tile groups, metadata) of one picture.
-MAX_UNITS = 4096
 SEQUENCE_HEADER = 1
 #: A sequence header is shorter than this unless it describes 32 operating points with full timing.
 MAX_HEADER_NBYTES = 512
+_HEADER_PIECES = 64  #: of work, to read one of 32 operating points bit by bit
 
 
-def coded_pixels(picture: memoryview) -> int:
+def coded_pixels(picture: memoryview, work: Work) -> int:
     """The most pixels that decoding one picture may make, by the largest of its sequence headers.
 
     A still picture's header (`reduced_still_picture_header`) is exact. Otherwise a frame may differ from the
     header, up to what the width of its size fields allows; encoders choose them as narrow as can be, so
     that they allow less than twice the header's numbers, and a quarter of the product is what counts here.
-    Raises BadMedia for what has no sequence header.
+    work: what the file's units count in. Raises BadMedia for what has no sequence header.
     """
     largest, position = 0, 0
-    for _ in range(MAX_UNITS):
-        if position >= len(picture):
-            break
+    while position < len(picture):
+        work.piece()
         head = picture[position]
         position += 2 if head & 0b100 else 1  # with an extension byte
         nbytes = len(picture) - position
@@ -31,10 +30,9 @@ def coded_pixels(picture: memoryview) -> int:
         if position + nbytes > len(picture):
             raise BadMedia("truncated: an AV1 picture ends within a unit")
         if head >> 3 & 15 == SEQUENCE_HEADER:
+            work.piece(_HEADER_PIECES)
             largest = max(largest, _sequence_pixels(picture[position : position + nbytes]))
         position += nbytes
-    else:
-        raise BadMedia(f"an AV1 picture of more than {MAX_UNITS} units is not accepted")
     if not largest:
         raise BadMedia("an AV1 picture without a sequence header")
     return largest
@@ -69,6 +67,8 @@ class _Bits:
         zeros = 0
         while not self.take(1):
             zeros += 1
+            if zeros > 32:
+                raise BadMedia("an AV1 sequence header with a number of more than 32 bits")
         if zeros < 32:
             self.take(zeros)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.av1 import coded_pixels
-from tensorferry.stages.processors.headers.container import Container
-
-#: Boxes of a level, items of a file and extents of an item that may be walked over. A grid's tiles are items;
-#: the largest that anybody writes have some hundreds.
-MAX_PARTS = 4096
+from tensorferry.stages.processors.headers.container import ACCEPTED, Container
+from tensorferry.stages.processors.headers.work import Work
 
 IN_FILE, IN_IDAT = 0, 1  #: where an item's bytes lie
 Place = tuple[int, int, int]  #: IN_FILE or IN_IDAT, offset, bytes
@@ -25,45 +22,54 @@ def read_avif(view: memoryview) -> Container:
     EXIF is cleared: by the format it has no say in how a picture is shown; rotation and mirror are boxes of
     their own, which Pillow reports as an orientation.
     """
-    copy = bytearray(view)
+    work = Work("an AVIF", len(view))
+    changes: list[tuple[int, bytes]] = []  # offset, what stands there instead
     metas: list[tuple[int, int]] = []
-    for box, kind, start, end in _boxes(view, 0, len(view)):
+    for box, kind, start, end in _boxes(view, 0, len(view), work):
         if kind == b"ftyp":
-            for brand in (start, *range(start + 8, end - 3, 4)):
-                if bytes(view[brand : brand + 4]) == b"avis":  # of two readings, an animation and a still, the latter
-                    copy[brand : brand + 4] = b"avif"
+            work.piece((end - start) // 16)
+            places_of_brands = (start, *range(start + 8, end - 3, 4))
+            brands = {bytes(view[at : at + 4]) for at in places_of_brands}
+            if not brands & {b"avif", b"avis"} and any(brand[:3] in (b"hei", b"hev") for brand in brands):
+                raise BadMedia(f"HEIC is not accepted; {ACCEPTED}")
+            # Of two readings, an animation and a still, the latter.
+            changes += [(at, b"avif") for at in places_of_brands if bytes(view[at : at + 4]) == b"avis"]
         elif kind == b"moov":
-            copy[box + 4 : box + 8] = b"free"
+            changes.append((box + 4, b"free"))
         elif kind == b"meta":
             metas.append((start, end))
     if len(metas) != 1:
         raise BadMedia(f"an AVIF of {len(metas)} meta boxes is not accepted; 1 is")
     parts: dict[bytes, tuple[int, int]] = {}
-    for _, kind, start, end in _boxes(view, metas[0][0] + 4, metas[0][1]):
+    for _, kind, start, end in _boxes(view, metas[0][0] + 4, metas[0][1], work):
         if kind in parts and kind in (b"iinf", b"iloc", b"idat"):
             raise BadMedia(f"an AVIF of several {kind!r} boxes is not accepted")
         parts[kind] = (start, end)
     if b"iinf" not in parts or b"iloc" not in parts:
         raise BadMedia("an AVIF without a list of its items")
-    places = _places(view, *parts[b"iloc"])
+    places = _places(view, *parts[b"iloc"], work)
     idat = view[slice(*parts.get(b"idat", (0, 0)))]
-    coded = []
-    for item, kind, position in _items(view, *parts[b"iinf"]):
+    coded: list[int] = []
+    gathered = 0
+    for item, kind, position in _items(view, *parts[b"iinf"], work):
         if kind == b"Exif":
-            copy[position : position + 4] = b"none"
+            changes.append((position, b"none"))
         elif kind == b"av01":
-            coded.append(coded_pixels(_gather(view, idat, places.get(item, []))))
+            pieces = places.get(item, [])
+            gathered += sum(nbytes for _, _, nbytes in pieces)
+            if gathered > len(view):  # of pictures that share no bytes they are fewer
+                raise BadMedia(f"an AVIF whose pictures have {gathered} bytes in a file of {len(view)} is not accepted")
+            coded.append(coded_pixels(_gather(view, idat, pieces), work))
     if not coded:
         raise BadMedia("an AVIF without a picture")
     # A picture has an alpha plane, a thumbnail and a gain map beside it at most; a grid has many small ones.
-    return Container("AVIF", bytes(copy), None, None, coded_pixels=max(*coded, sum(coded) // 4))
+    return Container("AVIF", _changed(view, changes), None, None, coded_pixels=max(*coded, sum(coded) // 4))
 
 
-def _boxes(view: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes, int, int]]:
+def _boxes(view: memoryview, start: int, end: int, work: Work) -> Iterator[tuple[int, bytes, int, int]]:
     """The boxes between two offsets: where each starts, its kind, start and end of its contents."""
-    for _ in range(MAX_PARTS):
-        if start + 8 > end:
-            return
+    while start + 8 <= end:
+        work.piece()
         nbytes, kind = unpack_from(">L4s", view, start)
         head = 8
         if nbytes == 1:
@@ -74,12 +80,11 @@ def _boxes(view: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes,
             raise BadMedia(f"truncated: an AVIF box {kind!r} runs over the end")
         yield start, kind, start + head, start + nbytes
         start += nbytes
-    raise BadMedia(f"an AVIF of more than {MAX_PARTS} boxes is not accepted")
 
 
-def _items(view: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
+def _items(view: memoryview, start: int, end: int, work: Work) -> Iterator[tuple[int, bytes, int]]:
     """Of each item of an `iinf` box: its id, its kind, and where the kind is written."""
-    for _, name, at, _ in _boxes(view, start + (6 if view[start] == 0 else 8), end):
+    for _, name, at, _ in _boxes(view, start + (6 if view[start] == 0 else 8), end, work):
         if name == b"infe" and view[at] in (2, 3):
             wide = view[at] == 3
             (item,) = unpack_from(">L" if wide else ">H", view, at + 4)
@@ -87,7 +92,7 @@ def _items(view: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes,
             yield item, bytes(view[position : position + 4]), position
 
 
-def _places(view: memoryview, start: int, end: int) -> dict[int, list[Place]]:
+def _places(view: memoryview, start: int, end: int, work: Work) -> dict[int, list[Place]]:
     """Item id -> where its extents lie, of an `iloc` box."""
     cursor = start + 4
 
@@ -105,7 +110,6 @@ def _places(view: memoryview, start: int, end: int) -> dict[int, list[Place]]:
     offset_nbytes, length_nbytes, base_nbytes = sizes >> 4, sizes & 15, more >> 4
     index_nbytes = more & 15 if version else 0
     found: dict[int, list[Place]] = {}
-    total = 0
     for _ in range(number(4 if version == 2 else 2)):
         item = number(4 if version == 2 else 2)
         method = number(2) & 15 if version else IN_FILE
@@ -114,9 +118,7 @@ def _places(view: memoryview, start: int, end: int) -> dict[int, list[Place]]:
         if item in found or method not in (IN_FILE, IN_IDAT):
             raise BadMedia(f"an AVIF item {item} with a second or a derived location is not accepted")
         extents = number(2)
-        total += 1 + extents
-        if total > MAX_PARTS:
-            raise BadMedia(f"an AVIF of more than {MAX_PARTS} items and extents is not accepted")
+        work.piece(3 + extents)
         found[item] = []
         for _ in range(extents):
             number(index_nbytes)
@@ -134,3 +136,15 @@ def _gather(view: memoryview, idat: memoryview, places: list[Place]) -> memoryvi
             raise BadMedia("truncated: the AVIF ends before a picture of it does")
         pieces.append(source[offset : offset + nbytes])
     return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+def _changed(view: memoryview, changes: Sequence[tuple[int, bytes]]) -> bytes:
+    """The file with these places changed, in one copy."""
+    pieces: list[memoryview | bytes] = []
+    position = 0
+    for offset, new in sorted(changes):
+        if offset < position:
+            raise BadMedia("an AVIF whose boxes overlap")
+        pieces += (view[position:offset], new)
+        position = offset + len(new)
+    return b"".join((*pieces, view[position:]))

@@ -1,4 +1,4 @@
-"""BMP, GIF and WebP files: their headers say all there is to check."""
+"""GIF and WebP files: their headers say all there is to check."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ from struct import unpack_from
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
 from tensorferry.stages.processors.headers.exif import exif_orientation
-
-#: Blocks before the first picture of a GIF, and chunks of a WebP; Pillow walks a GIF's one by one, in Python.
-MAX_BLOCKS = 1 << 16
-
-#: BMP compression -> whether it is accepted; the rest are run lengths (decoded in Python, byte by byte),
-#: or a JPEG or PNG inside.
-_BMP_PLAIN = {0: "none", 3: "bit fields"}
-
-
-def read_bmp(view: memoryview) -> Container:
-    """Read a BMP's header (OS/2's of 12 bytes, or Windows's)."""
-    (header_nbytes,) = unpack_from("<L", view, 14)
-    if header_nbytes == 12:
-        width, height = unpack_from("<HH", view, 18)
-    else:
-        width, height = unpack_from("<ll", view, 18)
-        (compression,) = unpack_from("<L", view, 30)
-        if compression not in _BMP_PLAIN:
-            raise BadMedia(f"a BMP of compression {compression} is not accepted; 0 and 3 are")
-    if width < 1 or not height:
-        raise BadMedia(f"a BMP of size {width}x{height}")
-    return Container("BMP", view, (width, abs(height)))  # a negative height: rows from the top
+from tensorferry.stages.processors.headers.work import Work
 
 
 def read_gif(view: memoryview) -> Container:
@@ -37,8 +16,10 @@ def read_gif(view: memoryview) -> Container:
     What the picture does not cover of the canvas is empty.
     """
     width, height, flags = unpack_from("<HHB", view, 6)
+    work = Work("a GIF", len(view))
     position = 13 + table_nbytes(flags)
-    for _ in range(MAX_BLOCKS):
+    while True:
+        work.piece()
         kind = view[position]
         if kind == 0x2C:  # a picture
             left, top, across, down, _ = unpack_from("<HHHHB", view, position + 1)
@@ -48,23 +29,23 @@ def read_gif(view: memoryview) -> Container:
             size = (max(width, box[2]), max(height, box[3]))
             return Container("GIF", view, size, covered=None if box == (0, 0, *size) else box)
         if kind == 0x21:  # an extension: its kind, then blocks up to an empty one
-            position, _ = blocks_end(view, position + 2)
+            position = blocks_end(view, position + 2, work, steps=4)  # Pillow walks over these too, in Python
         elif kind == 0x3B:
             raise BadMedia("a GIF without a picture")
         else:
             raise BadMedia(f"a GIF with an unknown block 0x{kind:02X}")
-    raise BadMedia(f"a GIF of more than {MAX_BLOCKS} blocks before its first picture is not accepted")
 
 
-def blocks_end(view: memoryview, position: int) -> tuple[int, int]:
-    """Where the blocks of a GIF's extension or picture that start at `position` end, behind the empty one; and how many
-    they are."""
-    for blocks in range(1, MAX_BLOCKS + 1):
+def blocks_end(view: memoryview, position: int, work: Work, *, steps: int = 1) -> int:
+    """Where the blocks of a GIF's extension or picture that start at `position` end, behind the empty one. steps: of
+    work, a block."""
+    for blocks in range(work.left // steps):
         nbytes = view[position]
         position += 1 + nbytes
         if not nbytes:
-            return position, blocks
-    raise BadMedia(f"a GIF extension or picture of more than {MAX_BLOCKS} blocks is not accepted")
+            work.left -= blocks * steps
+            return position
+    raise work.spent()
 
 
 def table_nbytes(flags: int) -> int:
@@ -78,21 +59,21 @@ def read_webp(view: memoryview) -> Container:
     if end > len(view):
         raise BadMedia("truncated: the WebP ends before it says")
     size = _webp_size(view)
-    exif: int | None = None
-    xmp: int | None = None
+    work = Work("a WebP", len(view))
+    exif: list[int | None] = []  # of the first block there is, and no other
+    xmp: list[int | None] = []
     position = 12
-    for _ in range(MAX_BLOCKS):
-        if position + 8 > end:
-            return Container("WEBP", _with_alpha(view), size, exif or xmp or UPRIGHT)
+    while position + 8 <= end:
+        work.piece()
         name, (nbytes,) = bytes(view[position : position + 4]), unpack_from("<L", view, position + 4)
         body = view[position + 8 : position + 8 + nbytes]
-        if name == b"EXIF":
+        if name == b"EXIF" and not exif:
             prefixed = bytes(body[:6]) == b"Exif\0\0"  # not of the format, but some writers add it
-            exif = exif_orientation(body[6:] if prefixed else body)
-        elif name == b"XMP ":
-            xmp = xmp_orientation(body)
+            exif.append(exif_orientation(body[6:] if prefixed else body))
+        elif name == b"XMP " and not xmp:
+            xmp.append(xmp_orientation(body))
         position += 8 + nbytes + (nbytes & 1)
-    raise BadMedia(f"a WebP of more than {MAX_BLOCKS} chunks is not accepted")
+    return Container("WEBP", _with_alpha(view), size, next(filter(None, exif + xmp), UPRIGHT))
 
 
 def _with_alpha(view: memoryview) -> bytes | memoryview:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 ORIENTATION = 274
+#: Entries of a directory that are looked at for it: cameras write a few dozen, in ascending order of tags.
+MAX_FIELDS = 512
 
 #: Bytes of one value of each field type; BigTIFF adds the last three.
 FIELD_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
@@ -91,7 +94,7 @@ def exif_orientation(block: memoryview) -> int | None:
         directory = read_directory(block)
         if directory is None or directory.big:
             return None
-        for field in directory.fields():
+        for field in islice(directory.fields(), MAX_FIELDS):
             if field.tag == ORIENTATION:
                 value = directory.whole(field)
                 return value if value is not None and 1 <= value <= 8 else None

@@ -7,8 +7,8 @@ import struct
 
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.avif import read_avif
-from tensorferry.stages.processors.headers.bitmaps import read_bmp, read_gif, read_webp
-from tensorferry.stages.processors.headers.container import Container
+from tensorferry.stages.processors.headers.bitmaps import read_gif, read_webp
+from tensorferry.stages.processors.headers.container import ACCEPTED, Container
 from tensorferry.stages.processors.headers.jpeg import read_jpeg
 from tensorferry.stages.processors.headers.png import read_png
 from tensorferry.stages.processors.headers.tiff import read_tiff
@@ -22,7 +22,7 @@ _ACCEPTED = (
     (rb"GIF8[79]a", read_gif),
     (rb"II[*+]\x00|MM\x00[*+]", read_tiff),
     (rb".{4}ftyp(?:avif|avis|mif1|msf1)", read_avif),
-    (rb"BM", read_bmp),
+    (rb"BM", lambda view: Container("BMP", view, None)),
 )
 #: How a file starts -> what it is: a refusal should say more than "unknown".
 _REFUSED = (
@@ -39,7 +39,9 @@ _REFUSED = (
     (rb"qoif", "QOI"),
     (rb"DDS ", "DDS"),
     (rb"\x76\x2f\x31\x01", "OpenEXR"),
-    (rb"\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd", "a compressed file"),
+    (rb"\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ\x00|7z\xbc\xaf\x27\x1c|Rar!", "a compressed file"),
+    (rb".{257}ustar", "a tar archive"),
+    (rb"SQLite format 3\x00", "an SQLite database"),
 )
 _READERS = tuple((re.compile(start, re.DOTALL), reader) for start, reader in _ACCEPTED)
 _NAMES = tuple((re.compile(start, re.DOTALL), name) for start, name in _REFUSED)
@@ -60,8 +62,7 @@ def read_container(data: bytes | memoryview) -> Container:
                 return reader(view)
             except (IndexError, OverflowError, struct.error):
                 raise BadMedia("truncated: the file ends within its header") from None
-    accepted = "accepted are JPEG, PNG, WebP, GIF, TIFF, AVIF and BMP"
     for start, name in _NAMES:
         if start.match(view):
-            raise BadMedia(f"{name} is not accepted; {accepted}")
-    raise BadMedia(f"not an image that is known here (it starts with {bytes(view[:8])!r}); {accepted}")
+            raise BadMedia(f"{name} is not accepted; {ACCEPTED}")
+    raise BadMedia(f"not an image that is known here (it starts with {bytes(view[:8])!r}); {ACCEPTED}")

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from struct import unpack_from
+
+import numpy as np
 
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
 from tensorferry.stages.processors.headers.exif import exif_orientation
+from tensorferry.stages.processors.headers.work import Work
 
-#: Markers that may be walked over; a photo has a few dozen, with a long ICC profile or extended XMP hundreds.
-MAX_MARKERS = 4096
 #: Each scan of a progressive file goes over the whole picture, however few bytes it has, so a small file can
 #: hold minutes of work. Encoders write about ten.
 MAX_SCANS = 64
 
-SOI, EOI, SOS, DHP, EXP, TEM = 0xD8, 0xD9, 0xDA, 0xDE, 0xDF, 0x01
+SOI, EOI, SOS, DRI, DHP, EXP, TEM = 0xD8, 0xD9, 0xDA, 0xDD, 0xDE, 0xDF, 0x01
 APP0, APP1, APP14, APP15, COM = 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
 RESTARTS = range(0xD0, 0xD8)
+ARITHMETIC = frozenset({0xC9, 0xCA})
+#: Bytes that no scan reads that is whole, and from which one that is not makes a noise.
+_TAIL = bytes((7 * at * at + 31 * at + 90) % 251 + 1 for at in range(509))
 #: Start of frame: all of 0xC0..0xCF but DHT, JPG and DAC.
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 #: Baseline, extended, progressive, and the latter two with arithmetic coding: what libjpeg decodes.
@@ -26,8 +29,9 @@ DECODABLE = frozenset({0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
 #: The two segments that say how colours are coded.
 COLOUR_SEGMENTS = frozenset({(APP0, b"JFIF\0"), (APP14, b"Adobe")})
 
-_MARKER = re.compile(rb"\xff[^\x00\xff]")
-_MARKER_AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+#: Bytes that are searched for a marker at once: they and what is made of them stay in a core's cache.
+_BLOCK = 1 << 16
+_SEARCH_PIECES = 8  #: of work, to search where a marker does not stand at once
 
 
 def read_jpeg(view: memoryview) -> Container:
@@ -39,14 +43,14 @@ def read_jpeg(view: memoryview) -> Container:
     """
     kept: list[bytes | memoryview] = [b"\xff\xd8"]
     size: tuple[int, int] | None = None
-    exif: int | None = None
-    xmp: int | None = None
+    work = Work("a JPEG", len(view))
+    exif: list[int | None] = []  # of the first block there is, and no other
+    xmp: list[int | None] = []
     scans, position = 0, 2
-    for _ in range(MAX_MARKERS):
-        found = _MARKER.search(view, position)
-        if not found:
-            raise BadMedia("truncated: the JPEG has no end-of-image marker")
-        start, position = found.span()
+    while True:
+        work.piece()
+        start = _marker(view, position, work)
+        position = start + 2
         marker = view[start + 1]
         if marker == EOI:
             break
@@ -66,27 +70,44 @@ def read_jpeg(view: memoryview) -> Container:
             scans += 1
             if scans > MAX_SCANS:
                 raise BadMedia(f"a JPEG of more than {MAX_SCANS} scans is not accepted")
-            following = _MARKER_AFTER_SCAN.search(view, end)
-            if not following:
-                raise BadMedia("truncated: the JPEG has no end-of-image marker")
-            end = following.start()
+            end = _marker(view, end, work, in_scan=True)
         elif APP0 <= marker <= APP15 or marker == COM:
             label = bytes(segment[:29])
-            if marker == APP1 and exif is None and label.startswith(b"Exif\0\0"):
-                exif = exif_orientation(segment[6:])
-            elif marker == APP1 and xmp is None and label == b"http://ns.adobe.com/xap/1.0/\0":
-                xmp = xmp_orientation(segment)
+            if marker == APP1 and not exif and label.startswith(b"Exif\0\0"):
+                exif.append(exif_orientation(segment[6:]))
+            elif marker == APP1 and not xmp and label == b"http://ns.adobe.com/xap/1.0/\0":
+                xmp.append(xmp_orientation(segment))
             if (marker, label[:5]) not in COLOUR_SEGMENTS:
                 position = end
                 continue
         kept.append(view[start:end])
         position = end
-    else:
-        raise BadMedia(f"a JPEG of more than {MAX_MARKERS} segments is not accepted")
     if not size or not scans:
         raise BadMedia("a JPEG without a picture")
     kept.append(b"\xff\xd9")
-    return Container("JPEG", b"".join(kept), size, exif or xmp or UPRIGHT)
+    return Container("JPEG", b"".join(kept), size, next(filter(None, exif + xmp), UPRIGHT))
+
+
+def _marker(view: memoryview, position: int, work: Work, *, in_scan: bool = False) -> int:
+    """Where the next marker starts, 0xFF with a byte behind it that is neither 0 nor 0xFF. in_scan: restart markers are
+    part of the scan. Raises BadMedia where there is none."""
+    size = 512
+    while position + 1 < len(view):
+        code = view[position + 1]
+        if view[position] == 0xFF and 0 < code < 0xFF and not (in_scan and code in RESTARTS):
+            return position  # segments stand side by side
+        if size == 512:
+            work.piece(_SEARCH_PIECES)
+        block = np.frombuffer(view[position : position + size + 1], np.uint8)
+        following = block[1:]
+        found = (block[:-1] == 0xFF) & (following != 0) & (following != 0xFF)
+        if in_scan:
+            found &= (following & 0xF8) != RESTARTS.start
+        first = int(found.argmax())
+        if found[first]:
+            return position + first
+        position, size = position + size, _BLOCK
+    raise BadMedia("truncated: the JPEG has no end-of-image marker")
 
 
 def _read_frame(marker: int, segment: memoryview) -> tuple[int, int]:
@@ -101,3 +122,50 @@ def _read_frame(marker: int, segment: memoryview) -> tuple[int, int]:
     if not width or not height:  # height 0: to be told after the first scan (DNL), which libjpeg refuses too
         raise BadMedia(f"a JPEG of size {width}x{height}")
     return width, height
+
+
+def with_tails(data: bytes | memoryview) -> bytes | None:
+    """What `read_jpeg` has made, with bytes behind every scan that mean nothing. A decoder makes the same picture of it
+    exactly if every scan has all of its data. None: that cannot be said, as an arithmetic scan may leave its end out.
+    """
+    view = memoryview(data)
+    work = Work("a JPEG", len(view))
+    pieces: list[bytes | memoryview] = [view[:2]]
+    position = 2
+    while view[position + 1] != EOI:
+        marker = view[position + 1]
+        if marker in ARITHMETIC:
+            return None
+        end = position + 2 + unpack_from(">H", view, position + 2)[0]
+        if marker == SOS:
+            end = _marker(view, end, work, in_scan=True)
+        pieces.append(view[position:end])
+        if marker == SOS:
+            pieces.append(_TAIL)
+        position = end
+    return b"".join((*pieces, view[position:]))
+
+
+def restarts(data: bytes | memoryview) -> tuple[int, int]:
+    """How many restart markers are in the first scan of what `read_jpeg` has made, and how many its size asks for; (0,
+    0) where there are to be none, or the scan has not all components."""
+    view = memoryview(data)
+    work, position, interval, units, components = Work("a JPEG", len(view)), 2, 0, 0, 0
+    while view[position + 1] != EOI:
+        marker, body = view[position + 1], view[position + 4 : position + 2 + unpack_from(">H", view, position + 2)[0]]
+        position += 4 + len(body)
+        if marker == DRI:
+            (interval,) = unpack_from(">H", body)
+        elif marker in FRAMES:
+            height, width, components = unpack_from(">HHB", body, 1)
+            factors = [body[at] for at in range(7, 6 + 3 * components, 3)]
+            most = [max(factor >> 4 for factor in factors), max(factor & 15 for factor in factors)]
+            across, down = (8, 8) if components == 1 else (8 * most[0], 8 * most[1])
+            units = -(-width // across) * -(-height // down)
+        elif marker == SOS:
+            if not interval or body[0] != components:
+                return 0, 0
+            scan = np.frombuffer(view[position : _marker(view, position, work, in_scan=True)], np.uint8)
+            found = np.count_nonzero((scan[:-1] == 0xFF) & ((scan[1:] & 0xF8) == RESTARTS.start))
+            return int(found), -(-units // interval) - 1
+    return 0, 0

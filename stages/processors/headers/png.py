@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
 from tensorferry.stages.processors.headers.exif import exif_orientation
-
-#: Chunks that may be walked over: enough for 64 MiB in pieces of 1 KiB.
-MAX_CHUNKS = 1 << 16
+from tensorferry.stages.processors.headers.work import Work
 
 GRAY, COLOUR, PALETTE = 0, 2, 3
-_KEPT = frozenset({b"IHDR", b"PLTE", b"IDAT", b"IEND"})
+#: Colour type -> (channels, bit depths there are).
+_KINDS = {0: (1, (1, 2, 4, 8, 16)), 2: (3, (8, 16)), 3: (1, (1, 2, 4, 8)), 4: (2, (8, 16)), 6: (4, (8, 16))}
+_KEPT = frozenset({b"IHDR", b"IDAT", b"IEND"})
 _ANIMATED = _KEPT | {b"acTL", b"fcTL", b"fdAT"}
 #: Where ImageMagick keeps EXIF, as lines of hexadecimal digits, from the days before PNG had a chunk for it.
 _LEGACY = re.compile(rb"Raw profile type (?:exif|APP1)\0", re.IGNORECASE)
@@ -26,18 +28,21 @@ def read_png(view: memoryview, *, animated: bool = False) -> Container:
     """Walk a PNG from IHDR to IEND and keep the chunks that make the first picture of it, or (animated) all.
 
     Policy: a chunk that makes pixels and whose checksum is wrong is refused, as strict decoders do; Pillow
-    alone would show what a damaged IDAT happens to inflate to. Animations are their default image.
+    alone would show what a damaged IDAT happens to inflate to. A palette picture has one palette, of 1 to 256 whole
+    colours, before its pixels. A tRNS chunk that is out of place or of a wrong length says nothing, as in libpng.
+    Animations are their default image.
     """
     wanted = _ANIMATED if animated else _KEPT
     kept: list[bytes | memoryview] = [view[:8]]
-    exif: int | None = None
-    legacy: int | None = None
-    xmp: int | None = None
+    work = Work("a PNG", len(view))
+    orientations: dict[str, int | None] = {}  # by where it stands; of each place the first is looked at, and no other
     shape: tuple[int, int, int, int] | None = None
     clear: tuple[int, ...] | None = None
-    pictured = False
+    colours = 0  # of the palette
+    pictured = transparent = False
     position = 8
-    for _ in range(MAX_CHUNKS):
+    while True:
+        work.piece()
         if position + 12 > len(view):
             raise BadMedia("truncated: the PNG has no IEND chunk")
         nbytes = unpack_from(">L", view, position)[0]
@@ -45,38 +50,59 @@ def read_png(view: memoryview, *, animated: bool = False) -> Container:
         end = position + 12 + nbytes
         if end > len(view):
             raise BadMedia(f"truncated: the PNG ends within a chunk {name!r}")
-        sound = zlib.crc32(view[position + 4 : end - 4]) == unpack_from(">L", view, end - 4)[0]
         if shape is None:
-            if name != b"IHDR" or not sound:
+            if name != b"IHDR" or not _is_sound(view[position:end]):
                 raise BadMedia("a PNG that does not start with a sound IHDR chunk")
             shape = _read_header(body)
         elif name == b"IHDR":
             raise BadMedia("a PNG of two IHDR chunks")
-        if name in wanted or (name == b"tRNS" and shape[3] == PALETTE):
-            if not sound:
+        if name in wanted or name in (b"PLTE", b"tRNS"):
+            if not _is_sound(view[position:end]):
                 raise BadMedia(f"the checksum of a PNG chunk {name!r} is wrong")
+        if name in wanted:
+            if name == b"IDAT" and shape[3] == PALETTE and not colours:
+                raise BadMedia("a palette PNG without a palette (PLTE) before its pixels")
             kept.append(view[position:end])
             pictured |= name == b"IDAT"
+        elif name == b"PLTE":
+            if shape[3] == PALETTE:  # to other pictures it is a suggestion
+                colours = _read_palette(body, colours, pictured)
+                kept.append(view[position:end])
         elif name == b"tRNS":
-            if not sound:
-                raise BadMedia(f"the checksum of a PNG chunk {name!r} is wrong")
-            clear = _read_clear(body, depth=shape[2], colour=shape[3])
-        elif name == b"eXIf" and sound:
-            exif = exif_orientation(body)
-        elif name in (b"tEXt", b"zTXt") and legacy is None and sound:
-            legacy = _legacy_orientation(name, body)
-        elif name == b"iTXt" and body[: len(_XMP)] == _XMP and sound:
-            xmp = xmp_orientation(body)
+            if transparent or pictured:
+                pass
+            elif shape[3] != PALETTE:
+                clear, transparent = _read_clear(body, depth=shape[2], colour=shape[3]), True
+            elif 0 < len(body) <= colours:
+                kept.append(view[position:end])
+                transparent = True
+        elif (place := _place(name, body)) is not None:
+            if place not in orientations:
+                orientations[place] = _ORIENTATION[place](body) if _is_sound(view[position:end]) else None
         elif not name[0] & 0x20:
             raise BadMedia(f"a PNG chunk {name!r} that must be understood is not known")
         position = end
         if name == b"IEND":
             break
-    else:
-        raise BadMedia(f"a PNG of more than {MAX_CHUNKS} chunks is not accepted")
     if not pictured:
         raise BadMedia("a PNG without a picture")
-    return Container("PNG", b"".join(kept), shape[:2], exif or legacy or xmp or UPRIGHT, clear=clear)
+    orientation = next((found for place in _ORIENTATION if (found := orientations.get(place))), UPRIGHT)
+    return Container("PNG", b"".join(kept), shape[:2], orientation, clear=clear, several=animated)
+
+
+def _is_sound(chunk: memoryview) -> bool:
+    """Whether the checksum of a whole chunk, length to checksum, is right."""
+    found: int = unpack_from(">L", chunk, len(chunk) - 4)[0]
+    return zlib.crc32(chunk[4:-4]) == found
+
+
+def _place(name: bytes, body: memoryview) -> str | None:
+    """Which of the places for an orientation a chunk is; None: none."""
+    if name == b"eXIf":
+        return "exif"
+    if name in (b"tEXt", b"zTXt") and _LEGACY.match(body):
+        return name.decode()
+    return "xmp" if name == b"iTXt" and body[: len(_XMP)] == _XMP else None
 
 
 def _read_header(body: memoryview) -> tuple[int, int, int, int]:
@@ -86,29 +112,43 @@ def _read_header(body: memoryview) -> tuple[int, int, int, int]:
     width, height, depth, colour = unpack_from(">LLBB", body)
     if not (0 < width < 1 << 31 and 0 < height < 1 << 31):
         raise BadMedia(f"a PNG of size {width}x{height}")
+    if colour not in _KINDS or depth not in _KINDS[colour][1]:
+        raise BadMedia(f"a PNG of colour type {colour} with {depth} bits a sample; there is no such PNG")
     return width, height, depth, colour
 
 
+def _read_palette(body: memoryview, colours: int, pictured: bool) -> int:
+    """How many colours a palette has. colours: of one that came before; pictured: pixels came before."""
+    if colours:
+        raise BadMedia("a PNG of two palettes (PLTE)")
+    if pictured:
+        raise BadMedia("a PNG whose palette (PLTE) comes behind its pixels")
+    if len(body) % 3 or not 0 < len(body) <= 3 * 256:
+        raise BadMedia(f"a PNG palette of {len(body)} bytes; 3 to 768 are right, three a colour")
+    return len(body) // 3
+
+
 def _read_clear(body: memoryview, depth: int, colour: int) -> tuple[int, ...] | None:
-    """The transparent colour of a tRNS chunk, as Pillow decodes it: gray of less than 8 bits scaled up."""
-    if colour == GRAY:
-        gray = unpack_from(">H", body)[0]
-        return (gray * 255 // ((1 << depth) - 1) if depth < 8 else gray,)
-    if colour == COLOUR:
+    """The transparent colour of a tRNS chunk, as Pillow decodes it: gray of less than 8 bits scaled up. Bits above the
+    depth say nothing (W3C PNG, 11.3.1.1)."""
+    most = (1 << depth) - 1
+    if colour == GRAY and len(body) == 2:
+        gray = unpack_from(">H", body)[0] & most
+        return (gray * 255 // most if depth < 8 else gray,)
+    if colour == COLOUR and len(body) == 6:
         if depth != 8:  # Pillow keeps only the high bytes, so near colours would become transparent too
             raise BadMedia("a PNG of 16 bits a channel with a transparent colour is not accepted")
-        return tuple(unpack_from(">HHH", body))
+        return tuple(sample & most for sample in unpack_from(">HHH", body))
     return None
 
 
-def _legacy_orientation(name: bytes, body: memoryview) -> int | None:
-    """The orientation in a text chunk that holds a raw EXIF profile; None for every other or broken one."""
+def _legacy_orientation(body: memoryview, *, inflate: bool = False) -> int | None:
+    """The orientation in a text chunk that holds a raw EXIF profile; None where it is broken."""
     found = _LEGACY.match(body)
-    if not found:
-        return None
+    assert found is not None
     text = body[found.end() :]
     try:
-        if name == b"zTXt":  # a byte that names the compression comes first; there is only one
+        if inflate:  # a byte that names the compression comes first; there is only one
             text = memoryview(zlib.decompressobj().decompress(text[1:], _LEGACY_NBYTES))
         # An empty line, the profile's name, its length, then the digits.
         digits = b"".join(bytes(text[:_LEGACY_NBYTES]).split(b"\n")[3:])
@@ -116,3 +156,60 @@ def _legacy_orientation(name: bytes, body: memoryview) -> int | None:
     except (zlib.error, ValueError):
         return None
     return exif_orientation(memoryview(block.removeprefix(b"Exif\0\0")))
+
+
+#: Where an orientation may stand -> who reads it there; the first that has one wins.
+_ORIENTATION: Mapping[str, Callable[[memoryview], int | None]] = {
+    "exif": exif_orientation,
+    "tEXt": _legacy_orientation,
+    "zTXt": partial(_legacy_orientation, inflate=True),
+    "xmp": xmp_orientation,
+}
+
+
+#: Adam7: of each pass the first column and row, and the steps between columns and rows.
+_PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+
+
+def check_whole(data: bytes | memoryview) -> None:
+    """Inflate every picture of what `read_png` has made, and keep nothing of it. Raises BadMedia where one has fewer
+    bytes than its size asks for: Pillow would leave the rest black."""
+    view = memoryview(data)
+    width, height, depth, colour = unpack_from(">LLBB", view, 16)
+    interlaced, position = view[28], 8
+    wanted, found = _pixel_nbytes(width, height, depth, colour, interlaced), 0
+    stream, picture = zlib.decompressobj(), 0
+
+    def check() -> None:
+        if found < wanted:
+            raise BadMedia(f"truncated: picture {picture} of the PNG has {found} of its {wanted} bytes")
+
+    while position < len(view):
+        nbytes, name = unpack_from(">L4s", view, position)
+        body = view[position + 8 : position + 8 + nbytes]
+        position += 12 + nbytes
+        if name == b"fcTL" and found:  # the next picture
+            check()
+            width, height = unpack_from(">LL", body, 4)
+            wanted, found = _pixel_nbytes(width, height, depth, colour, interlaced), 0
+            stream, picture = zlib.decompressobj(), picture + 1
+        elif name in (b"IDAT", b"fdAT"):
+            piece: bytes | memoryview = body if name == b"IDAT" else body[4:]
+            try:
+                while piece and not stream.eof and found < wanted:
+                    found += len(stream.decompress(piece, 1 << 18))
+                    piece = stream.unconsumed_tail
+            except zlib.error as problem:
+                raise BadMedia(f"picture {picture} of the PNG cannot be inflated: {problem}") from None
+    check()
+
+
+def _pixel_nbytes(width: int, height: int, depth: int, colour: int, interlaced: int) -> int:
+    """Bytes of a picture's rows, each behind the byte that names its filter."""
+    bits = depth * _KINDS[colour][0]
+    total = 0
+    for left, top, across, down in _PASSES if interlaced else ((0, 0, 1, 1),):
+        columns, rows = -((left - width) // across), -((top - height) // down)
+        if columns > 0 and rows > 0:
+            total += rows * (1 + (columns * bits + 7) // 8)
+    return total

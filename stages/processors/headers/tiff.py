@@ -1,95 +1,80 @@
-"""TIFF files: the first directory, checked and cleared of all that makes no pixels (TIFF 6.0)."""
+"""TIFF files: what is checked before Pillow reads their first directory, and after (TIFF 6.0)."""
 
 from __future__ import annotations
 
-import struct
+from math import ceil
+
+from PIL.TiffImagePlugin import TiffImageFile
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.headers.exif import ORIENTATION, Directory, Field, read_directory
+from tensorferry.stages.processors.headers.container import Container
+from tensorferry.stages.processors.headers.exif import MAX_FIELDS, read_directory
 
-#: Entries of a directory; cameras write a few dozen.
-MAX_FIELDS = 4096
-#: Values of one field of numbers: strips or tiles of a picture, or a colour map of 16 bits (3 x 65,536).
-#: Each becomes Python objects in Pillow, a hundred times its size in the file.
-MAX_VALUES = 1 << 18
-
-WIDTH, HEIGHT, BITS, PHOTOMETRIC, XMP, TILE_WIDTH, TILE_HEIGHT = 256, 257, 258, 262, 700, 322, 323
-WHITE_IS_ZERO = 0
-#: What makes pixels: size, samples, strips, tiles, colour map, codec tables, YCbCr. All others are cleared.
-_KEPT = frozenset(
-    {
-        *(WIDTH, HEIGHT, BITS, 259, PHOTOMETRIC, 266, 273, 277, 278, 279, 284, 292, 293, 317, 320),
-        *(TILE_WIDTH, TILE_HEIGHT, 324, 325, 332, 338, 339, 347, 512, 513, 514, 515, 517, 518, 519, 520, 521),
-        *(529, 530, 531, 532, 0xBC01),
-    }
-)
-#: An entry that says nothing: a private tag of one byte.
-_NOTHING_TAG = 65_000
+#: Values of one field of numbers, such as the strips of a picture: each becomes Python objects in Pillow, a hundred
+#: times its size in the file.
+MAX_VALUES = 1 << 14
+_BYTES = (1, 2, 6, 7)  #: kinds of fields that stay bytes
+PHOTOMETRIC, COMPRESSION, BITS, PLANAR, SAMPLES = 262, 259, 258, 284, 277
+WIDTH, HEIGHT, ROWS_A_STRIP, STRIP_OFFSETS, STRIP_NBYTES = 256, 257, 278, 273, 279
+TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS, TILE_NBYTES = 322, 323, 324, 325
+WHITE_IS_ZERO, SEPARATE_PLANES, UNCOMPRESSED = 0, 2, 1
 
 
 def read_tiff(view: memoryview) -> Container:
-    """Check a TIFF's first picture and hand on a copy of the file whose directory has nothing but it.
-
-    Orientation is taken out too: Pillow would turn a TIFF by itself, and only while decoding.
-    """
+    """Check what a TIFF's first directory costs to read; what it says, Pillow reads."""
     directory = read_directory(view)
     if directory is None:
         raise BadMedia("a TIFF header of an unknown version")
     if directory.count > MAX_FIELDS:
         raise BadMedia(f"a TIFF directory of {directory.count} entries is not accepted; {MAX_FIELDS} are")
-    copy = bytearray(view)
-    kept: dict[int, Field] = {}
-    exif: int | None = None
-    xmp: int | None = None
+    total = 0
     for field in directory.fields():
-        if field.tag in _KEPT:
-            _check(field, len(view))
-            if field.tag in kept:
-                raise BadMedia(f"a TIFF that has tag {field.tag} twice")
-            kept[field.tag] = field
-            continue
-        if field.tag == ORIENTATION:
-            value = _number(directory, field)
-            exif = value if 1 <= value <= 8 else None
-        elif field.tag == XMP:
-            xmp = xmp_orientation(view[field.value : field.value + field.nbytes])
-        _clear(directory, field, copy)
-    # One picture: the offset of a next directory becomes 0.
-    struct.pack_into("<Q" if directory.big else "<L", copy, directory.next, 0)
-    numbers = {tag: _number(directory, field) for tag, field in kept.items()}
-    width, height = numbers.get(WIDTH, 0), numbers.get(HEIGHT, 0)
-    if width < 1 or height < 1:
-        raise BadMedia(f"a TIFF of size {width}x{height}")
-    return Container(
-        "TIFF",
-        bytes(copy),
-        (width, height),
-        exif or xmp or UPRIGHT,
-        coded_pixels=numbers.get(TILE_WIDTH, 0) * numbers.get(TILE_HEIGHT, 0),  # one tile is decoded whole
-        white=(1 << min(numbers.get(BITS, 1), 16)) - 1,
-        inverted=numbers.get(PHOTOMETRIC) == WHITE_IS_ZERO,
-    )
+        if field.count > MAX_VALUES and field.kind not in _BYTES:
+            raise BadMedia(f"a TIFF with {field.count} values of tag {field.tag} is not accepted; {MAX_VALUES} are")
+        total += field.nbytes
+        if total > len(view):
+            raise BadMedia(f"truncated: the fields of the TIFF's directory are longer than the file, {len(view)} bytes")
+    return Container("TIFF", view, None)
 
 
-def _number(directory: Directory, field: Field) -> int:
-    """The first value of a field of whole numbers; -1 where it is none."""
-    try:
-        value = directory.whole(field)
-    except struct.error:
-        return -1
-    return -1 if value is None else value
+def white(image: TiffImageFile) -> tuple[int, bool]:
+    """The largest value of its gray, and whether 0 is white."""
+    bits = image.tag_v2.get(BITS, (1,))
+    return (1 << min(bits[0], 16)) - 1, image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO
 
 
-def _check(field: Field, file_nbytes: int) -> None:
-    if field.count > MAX_VALUES and field.kind not in (1, 2, 6, 7):  # bytes stay bytes
-        raise BadMedia(f"a TIFF with {field.count} values of tag {field.tag} is not accepted; {MAX_VALUES} are")
-    if field.value + field.nbytes > file_nbytes:
-        raise BadMedia(f"truncated: the TIFF ends before the values of its tag {field.tag}")
+def tile_pixels(image: TiffImageFile) -> int:
+    """Of one tile, which is decoded whole; 0 where it has none."""
+    return _number(image, TILE_WIDTH) * _number(image, TILE_HEIGHT)
 
 
-def _clear(directory: Directory, field: Field, copy: bytearray) -> None:
-    """Make an entry say nothing, in place, so that no offset moves."""
-    count, room = ("Q", 8) if directory.big else ("L", 4)
-    layout = f"{directory.order}HH{count}{room}x"
-    struct.pack_into(layout, copy, field.entry, _NOTHING_TAG, 1, 1)
+def check_whole(image: TiffImageFile) -> None:
+    """Raise BadMedia where the strips or tiles of a picture are fewer, or shorter, than its size asks for: libtiff
+    would leave the rest black."""
+    width, height = _number(image, WIDTH), _number(image, HEIGHT)
+    planes = _number(image, SAMPLES, 1) if image.tag_v2.get(PLANAR) == SEPARATE_PLANES else 1
+    if TILE_OFFSETS in image.tag_v2:
+        across, down = _number(image, TILE_WIDTH), _number(image, TILE_HEIGHT)
+        wanted, what, nbytes = ceil(width / max(across, 1)) * ceil(height / max(down, 1)), "tiles", TILE_NBYTES
+        found = len(image.tag_v2[TILE_OFFSETS])
+    else:
+        rows = _number(image, ROWS_A_STRIP, height) or height
+        wanted, what, nbytes = ceil(height / min(rows, height)), "strips", STRIP_NBYTES
+        found = len(image.tag_v2.get(STRIP_OFFSETS, ()))
+    if found < wanted * planes:
+        raise BadMedia(
+            f"truncated: the TIFF has {found} of the {wanted * planes} {what} of its {width}x{height} pixels"
+        )
+    if image.tag_v2.get(COMPRESSION, UNCOMPRESSED) == UNCOMPRESSED and nbytes in image.tag_v2:
+        bits = image.tag_v2.get(BITS, (1,))
+        row = ceil(width * (sum(bits) if len(bits) > 1 else bits[0] * _number(image, SAMPLES, 1)) / 8)
+        written = sum(image.tag_v2[nbytes])
+        if planes == 1 and written < row * height:
+            raise BadMedia(
+                f"truncated: the TIFF has {written} of the {row * height} bytes of its {width}x{height} pixels"
+            )
+
+
+def _number(image: TiffImageFile, tag: int, otherwise: int = 0) -> int:
+    value = image.tag_v2.get(tag, otherwise)
+    return value if isinstance(value, int) else otherwise

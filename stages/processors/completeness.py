@@ -1,0 +1,65 @@
+"""Whether a decoded picture had all of its data: decoders fill up what is missing, and say nothing.
+
+A picture that was filled up shows it where it ends, so most are known to be whole by one look at their last pixels.
+Only where these are what a decoder fills up with is the exact question asked, which costs about as much as decoding.
+
+Not found out: a JPEG of which less than one block of pixels is missing, or that has lost data in its middle; a
+progressive JPEG that lacks the end of its later scans only, which is blurred there; a JPEG with arithmetic coding.
+"""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image, ImageChops
+
+from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.headers import jpeg, png
+from tensorferry.stages.processors.headers.container import Container
+
+MID_GRAY = (127, 128)  #: what libjpeg's colours are where it has no data; 127 where they are inverted
+NEAR = 3  #: how far the brightness of such a pixel may be from it, with chroma of its neighbours
+
+
+def check_complete(container: Container, image: Image.Image) -> None:
+    """Raise BadMedia where a loaded picture was filled up. TIFF is checked before it is decoded; the other decoders
+    report it themselves."""
+    if container.format == "JPEG":
+        found, wanted = jpeg.restarts(container.data)
+        if found < wanted:
+            raise BadMedia(
+                f"truncated: the JPEG has {found} of the {wanted} restart markers of {image.width}x{image.height} pixels"
+            )
+        if _ends_gray(image):
+            _check_jpeg(container, image)
+    elif container.format == "PNG" and (container.several or _ends_black(image)):
+        png.check_whole(container.data)
+
+
+def _ends_gray(image: Image.Image) -> bool:
+    last = image.getpixel((image.width - 1, image.height - 1))
+    if image.mode == "RGB":
+        assert isinstance(last, tuple)
+        red, green, blue = last
+        return abs(0.299 * red + 0.587 * green + 0.114 * blue - 128) <= NEAR
+    return (last[-1] if isinstance(last, tuple) else last) in MID_GRAY
+
+
+def _ends_black(image: Image.Image) -> bool:
+    """Whether the last row has no bit that is set. Of an interlaced picture the last row of its last pass may be
+    another, so that is taken for one."""
+    last = image.crop((0, image.height - 1, image.width, image.height))
+    return bool(image.info.get("interlace")) or not any(last.tobytes())
+
+
+def _check_jpeg(container: Container, image: Image.Image) -> None:
+    longer = jpeg.with_tails(container.data)
+    if longer is None:
+        return
+    with Image.open(io.BytesIO(longer), formats=["JPEG"]) as again:
+        again.load()
+        differs = ImageChops.difference(image, again).getbbox(alpha_only=False)
+    if differs is not None:
+        raise BadMedia(
+            f"truncated: the JPEG's data end before its {image.width}x{image.height} pixels, at row {differs[1]}"
+        )
