@@ -27,9 +27,8 @@ def check_complete(container: Container, image: Image.Image) -> None:
     if container.format == "JPEG":
         found, wanted = jpeg.restarts(container.data)
         if found < wanted:
-            raise BadMedia(
-                f"truncated: the JPEG has {found} of the {wanted} restart markers of {image.width}x{image.height} pixels"
-            )
+            size = f"{image.width}x{image.height}"
+            raise BadMedia(f"truncated: the JPEG has {found} of the {wanted} restart markers of its {size} pixels")
         if _ends_gray(image):
             _check_jpeg(container, image)
     elif container.format == "PNG" and (container.several or _ends_black(image)):
