@@ -10,7 +10,7 @@ from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.processors.base import Plan
 
 #: 256 patches of 1,024 float32 values: a feature of 1 MiB. 64 rows of 1,024 float16 values: embeddings of 128 KiB.
-PLAN = Plan("image", (1, 16, 16), (256, 1024), "float32", 64)
+PLAN = Plan("image", (1, 16, 16), (256, 1024), "float32", 64, size=(600, 400))
 _PAGE_NBYTES = 4096
 
 

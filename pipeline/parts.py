@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +16,7 @@ from tensorferry.codecs.errors import BadRequest, BadTensor, UnsupportedDtype
 from tensorferry.codecs.files import read_regular
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES, view_of
+from tensorferry.pipeline.data_url import is_data_url, read_data_url
 
 Source = bytes | memoryview | str | Path  #: of one file: its bytes, a path, or a `data:` URL
 _ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")  # a URL; a path may have the characters, and then is a Path
@@ -189,14 +187,11 @@ def _read(source: Source, most_nbytes: int) -> Buffer:
         return source
     if not isinstance(source, str | Path):
         raise BadRequest(f"a file given as a {type(source).__name__}; give {_SOURCES}")
-    if isinstance(source, str) and source[:5].lower() == "data:":
-        head, comma, data = source.partition(",")
-        if not comma:
-            raise BadRequest(f"{source[:40]!r} is no data URL: no comma stands before its data")
+    if isinstance(source, str) and is_data_url(source):
         try:
-            return base64.b64decode(data, validate=True) if head.endswith(";base64") else unquote_to_bytes(data)
-        except binascii.Error as problem:
-            raise BadRequest(f"the data of {head[:40]!r} is not base64: {problem}") from None
+            return read_data_url(source)
+        except ValueError as problem:
+            raise BadRequest(f"{source[:40]!r}: {problem}") from None
     if isinstance(source, str) and _ELSEWHERE.match(source):
         raise BadRequest(f"{source[:80]!r} is an address, and nothing is ever fetched; give {_SOURCES}")
     try:

@@ -31,6 +31,7 @@ class Prompt:
     spans: Sequence[tuple[int, int]]
     sources: Sequence[Source]
     plans: Sequence[Plan]
+    text_tokens: int  #: of all but the items
 
     @property
     def precomputed(self) -> dict[int, Precomputed]:
@@ -87,7 +88,8 @@ class Planner:
         token_ids, spans = self._text.assemble(parts)
         if len(token_ids) > self._limits.request_tokens:
             raise BadRequest(f"{len(token_ids)} tokens; limits.request_tokens is {self._limits.request_tokens}")
-        prompt = Prompt(token_ids, spans, sources, plans)
+        text_tokens = sum(len(part) for part in parts if not isinstance(part, Rows))
+        prompt = Prompt(token_ids, spans, sources, plans, text_tokens)
         if prompt.nbytes > self._limits.request_mb << 20:
             raise BadRequest(f"tensors of {prompt.nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}")
         return prompt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from io import FileIO
@@ -26,6 +25,7 @@ from tensorferry.pipeline.traffic import PRIVATE
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import header
 from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.prompt import Prompt
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 MOST_WAITING = 256
 EVERY_S = 0.02  #: what came meanwhile is written together: waking the thread for each costs as much as writing it
 
-_Entry = tuple[int, wire.Submit, Sequence[Buffer]]
+_Entry = tuple[int, wire.Submit, Sequence[Buffer], Prompt | None]
 
 
 class Recorder:
@@ -65,12 +65,15 @@ class Recorder:
         self._thread = Thread(target=self._run, name="recorder")
         self._thread.start()
 
-    def take(self, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
-        """A request that has come just now. Never waits."""
+    def take(self, submit: wire.Submit, frames: Sequence[Buffer], at_ns: int, prompt: Prompt | None = None) -> None:
+        """A request that came at `at_ns`, monotonic. Never waits.
+
+        prompt: as it was planned, which saves looking at its images and words again; None: it was not.
+        """
         if len(self._waiting) >= MOST_WAITING:
             self._counters.count("requests_unrecorded")
         else:
-            self._waiting.append((time.monotonic_ns(), submit, frames))
+            self._waiting.append((at_ns, submit, frames, prompt))
 
     def close(self) -> None:
         """Write what waits, and end."""
@@ -87,9 +90,9 @@ class Recorder:
     def _write(self) -> None:
         """What waits, to the file."""
         while self._waiting:
-            at_ns, submit, frames = self._waiting.popleft()
+            at_ns, submit, frames, prompt = self._waiting.popleft()
             try:
-                self._put(line_of(self._request(submit, frames), at_ns))
+                self._put(line_of(self._request(submit, frames, prompt), at_ns))
             except _NoWords:
                 self._counters.count("requests_unrecorded")
             except (OSError, OutputError) as problem:
@@ -112,7 +115,7 @@ class Recorder:
             self._failed = True
             log.error("not_recorded", problem=str(problem))
 
-    def _request(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Request:
+    def _request(self, submit: wire.Submit, frames: Sequence[Buffer], prompt: Prompt | None) -> Request:
         images: list[Image] = []
         layout: list[str | int] = []
         ids = 0
@@ -123,14 +126,15 @@ class Recorder:
                 case wire.TokensPart():
                     ids += len(part.ids) // 4
                 case wire.ImagePart(frame=frame) if frame < len(frames):
+                    size = None if prompt is None else prompt.plans[len(images)].size
                     layout.append(len(images))
-                    images.append(self._image(frames[frame]))
+                    images.append(self._image(frames[frame], size))
                 case _:
                     raise _NoWords
         words = [part for part in layout if isinstance(part, str)]
         verbatim = self._media is not None and not ids
         if not verbatim:
-            ids += sum(map(self._count, words))
+            ids = prompt.text_tokens if prompt is not None else ids + sum(map(self._count, words))
         if not images and not ids and not (verbatim and any(words)):
             raise _NoWords
         return Request(
@@ -149,13 +153,15 @@ class Recorder:
         except RequestError as problem:
             raise _NoWords from problem
 
-    def _image(self, data: Buffer) -> Image:
+    def _image(self, data: Buffer, size: tuple[int, int] | None) -> Image:
         if self._media is not None:
             name = hashlib.sha256(data).hexdigest()
             path = self._media / name
             if not path.exists():
                 write_whole(path, [bytes(data)], PRIVATE)
             return Image(path=f"{self._media.name}/{name}")
+        if size is not None:
+            return Image(width=size[0], height=size[1])
         try:
             known = header(data, self._limits)
         except BadMedia:  # what becomes of it is a result; that there was one is known

@@ -211,8 +211,6 @@ class Tokenizer:
             return
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
-        if self._recorder is not None and not submit.attempt:  # where it comes first: what is sent again was asked once
-            self._recorder.take(submit, frames)
         try:
             self._rate.take(who, time.monotonic())
             if self._draining:
@@ -223,6 +221,7 @@ class Tokenizer:
             self._load.take((submit.request, submit.attempt), items, sum(len(frame) for frame in frames))
         except Overload as full:
             self._stage.counters.count("requests_busy")
+            self._record(submit, frames, time.monotonic_ns())
             self._clients.answer(client, wire.Busy(submit.request, submit.attempt, full.retry_ms, full.reason))
             return
         task = self._stage.tasks.create_task(self.serve(client, submit, frames), name=submit.request.hex())
@@ -280,7 +279,11 @@ class Tokenizer:
         self, request: Request, frames: Sequence[Buffer], marks: dict[str, int], deadline_ns: int
     ) -> wire.Message:
         """Send it, and again what is lost with a process that dies, until all scheduler ranks have reported."""
-        prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
+        prompt: Prompt | None = None
+        try:
+            prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
+        finally:
+            self._record(request.submit, frames, marks["received"], prompt)
         marks["planned"] = time.monotonic_ns()
         self._load.grow((request.submit.request, request.submit.attempt), prompt.nbytes)
         items = everything = list(range(len(prompt.plans)))
@@ -297,6 +300,12 @@ class Tokenizer:
                 self._stage.counters.count("items_sent_again", len(items))
                 marks["sent_again"] = time.monotonic_ns()
                 log.info("items_sent_again", items=items)
+
+    def _record(self, submit: wire.Submit, frames: Sequence[Buffer], at_ns: int, prompt: Prompt | None = None) -> None:
+        """Have a request recorded, where traffic is, once it is known what is in it; what is sent again was asked
+        once."""
+        if self._recorder is not None and not submit.attempt:
+            self._recorder.take(submit, frames, at_ns, prompt)
 
     async def _owed(self, request: Request) -> list[int]:
         """Wait until all scheduler ranks have reported: then none; or until items must be encoded anew: these.

@@ -304,8 +304,8 @@ def test_bytes_path_and_data_url_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "problem"),
     [
-        (parts.Video("data:image/gif;base64,====!"), "is not base64"),
-        (parts.Video("data:image/gif"), "is no data URL: no comma"),
+        (parts.Video("data:image/gif;base64,====!"), "not base64"),
+        (parts.Video("data:image/gif"), "without a comma"),
         (parts.Video("/nonexistent/clip.gif"), "cannot read '/nonexistent/clip.gif'"),
         (parts.Image(Path("/")), "cannot read '/'"),
         (parts.Video(b"GIF89a", fps=2.0), "has its own timing, so leave fps away"),

@@ -30,7 +30,9 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.config import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
 from tensorferry.pipeline.replay.trace import read_trace
 from tensorferry.pipeline.telemetry import Counters
+from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.prompt import Planner
 from tensorferry.stages.recorder import MOST_WAITING, Recorder
 
 TRACE = Path(__file__).parent / "data" / "traces" / "servegen.jsonl"
@@ -55,7 +57,7 @@ def recorded(folder: Path, *requests: tuple[wire.Submit, Sequence[Buffer]], medi
     part, text = folder / "part", TextEncoder.from_file(None)
     recorder = Recorder(part, folder / "media" if media else None, text, LimitsSpec(), counters)
     for submit, frames in requests:
-        recorder.take(submit, frames)
+        recorder.take(submit, frames, time.monotonic_ns())
     recorder.close()
     return [json.loads(line) for line in part.read_text().splitlines()], counters
 
@@ -71,6 +73,20 @@ def test_metadata_holds_sizes_and_no_word(tmp_path: Path) -> None:
         "output_tokens": 7,
     }
     assert "geheim" not in (tmp_path / "part").read_text()
+
+
+def test_what_planning_knows_is_not_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of images and the number of tokens."""
+    submit, frames = asked(wire.TextPart("geheim"), wire.ImagePart(0), ids(5)), [picture(30, 20)]
+    text = TextEncoder.from_file(None)
+    prompt = Planner(make_processor("qwen2-vl", {}, LimitsSpec()), text, LimitsSpec()).plan(submit, frames)
+    recorder = Recorder(tmp_path / "part", None, text, LimitsSpec(), Counters())
+    monkeypatch.setattr(recorder, "_count", lambda text: pytest.fail("counted again"))
+    recorder.take(submit, [b"nobody reads this"], 1_500_000, prompt)
+    recorder.close()
+    row = json.loads((tmp_path / "part").read_text())
+    assert row["at_ms"] == 1.5
+    assert (row["text_tokens"], row["images"]) == (6 + 5, [{"width": 30, "height": 20}])
 
 
 def test_what_others_have_asked_is_for_nobody_elses_eyes(tmp_path: Path) -> None:
@@ -120,7 +136,7 @@ def test_nobody_waits_for_a_recorder_that_does_not_keep_up(tmp_path: Path, monke
     recorder = Recorder(tmp_path / "part", None, TextEncoder.from_file(None), LimitsSpec(), counters)
     began = time.monotonic()
     for _ in range(MOST_WAITING + 10):
-        recorder.take(asked(wire.TextPart("x")), [])
+        recorder.take(asked(wire.TextPart("x")), [], 0)
     assert time.monotonic() - began < 10
     assert 9 <= counters.value("requests_unrecorded") <= 10
     goes_on.set()
@@ -135,7 +151,7 @@ def test_b10_a_full_disk_ends_no_worker_and_what_is_missing_is_counted(tmp_path:
     with capture_logs() as logs:
         recorder = Recorder(Path("/dev/full"), None, TextEncoder.from_file(None), LimitsSpec(), counters)
         for _ in range(20):
-            recorder.take(asked(wire.TextPart("x")), [])
+            recorder.take(asked(wire.TextPart("x")), [], 0)
         recorder.close()
     assert [log["event"] for log in logs] == ["not_recorded"]
     assert "No space left on device" in logs[0]["problem"]
@@ -154,7 +170,7 @@ def test_a_folder_that_has_gone_ends_no_worker(tmp_path: Path, gone: str) -> Non
         recorder = Recorder(part, folder / "media", TextEncoder.from_file(None), LimitsSpec(), counters)
         shutil.rmtree(folder, ignore_errors=True)
         for _ in range(3):
-            recorder.take(asked(wire.ImagePart(0)), [picture(8, 8)])
+            recorder.take(asked(wire.ImagePart(0)), [picture(8, 8)], 0)
         recorder.close()
     assert [log["event"] for log in logs] == ["not_recorded"]
     assert counters.value("requests_unrecorded") == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from tensorferry.codecs.tensors import View, nbytes_of
@@ -37,6 +37,8 @@ class Plan:
     shape: tuple[int, ...]  #: (patches, channels * temporal * patch * patch)
     dtype: str
     rows: int  #: placeholder tokens the model sees for it, so rows of its embeddings
+    #: Upright (width, height) of the image that was read, for whoever records traffic; None: nobody knows it yet.
+    size: tuple[int, int] | None = field(default=None, compare=False)
 
     def check(self) -> None:
         """Raises TypeError for a field that cannot travel: whole numbers are Python's own ints."""
@@ -45,6 +47,10 @@ class Plan:
         for name, numbers, bits in (("grid", self.grid, 31), ("shape", self.shape, 40), ("rows", (self.rows,), 40)):
             if not (isinstance(numbers, tuple) and all(type(n) is int and 0 <= n < 1 << bits for n in numbers)):
                 raise TypeError(f"a plan with {name} {getattr(self, name)!r:.200}; give ints from 0 to 2**{bits} - 1")
+        if self.size is not None and not (
+            isinstance(self.size, tuple) and len(self.size) == 2 and all(type(n) is int and n > 0 for n in self.size)
+        ):
+            raise TypeError(f"a plan with size {self.size!r:.200}; give (width, height) as ints above 0, or None")
         if len(self.grid) != 3:
             raise TypeError(f"a plan with grid {self.grid!r:.200}; it is (time, height, width)")
 

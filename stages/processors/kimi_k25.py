@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,7 @@ class KimiK25Processor:
 
     def plan(self, data: bytes | memoryview) -> Plan:
         found = header(data, self.limits)
-        return self._plan(canvas_of(self.resized(found.width, found.height)))
+        return replace(self._plan(canvas_of(self.resized(found.width, found.height))), size=(found.width, found.height))
 
     def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
         """Decode, resize, pad and write. The hash is over the padded pixels, or for GPU memory, where the GPU resizes

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ class Qwen2VLProcessor:
 
     def plan(self, data: bytes | memoryview) -> Plan:
         found = header(data, self.limits)
-        return self._plan(*self.resized(found.width, found.height))
+        return replace(self._plan(*self.resized(found.width, found.height)), size=(found.width, found.height))
 
     def plan_video(self, video: Video) -> Plan:
         """Read the headers of the frames that will be looked at; see `footage.py` and `video.py`. Raises BadMedia."""

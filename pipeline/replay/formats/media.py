@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, urlsplit
 
+from tensorferry.pipeline.data_url import is_data_url, read_data_url
 from tensorferry.pipeline.replay.request import BrokenRow, Image
 
 _MAX_PATH_CHARACTERS = 4096
@@ -20,10 +21,12 @@ def image_at(reference: object, name: str, *, bare_paths: bool = True) -> Image:
     """
     if not isinstance(reference, str) or not reference:
         raise BrokenRow("bad_value", f"{name} is not a reference to an image")
-    scheme = reference[:5].casefold()
-    if scheme == "data:":
-        return Image(data=_data(reference, name))
-    if scheme == "file:":
+    if is_data_url(reference):
+        try:
+            return Image(data=read_data_url(reference))
+        except ValueError as problem:
+            raise BrokenRow("bad_value", f"{name} is {reference[:_SHOWN]!r}: {problem}") from None
+    if reference[:5].casefold() == "file:":
         try:
             parts = urlsplit(reference)
             path = unquote(parts.path, errors="strict")
@@ -43,7 +46,7 @@ def local_path(value: object, name: str) -> str:
     """A path as a trace may name it. Raises BrokenRow (bad_value)."""
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_PATH_CHARACTERS or "\0" in value:
         raise BrokenRow("bad_value", f"{name} is not a path")
-    if "://" in value or value.startswith("data:"):
+    if "://" in value or is_data_url(value):
         raise BrokenRow("bad_value", f"{name} is {value[:_SHOWN]!r}; a path names a local file")
     return value
 
@@ -56,19 +59,6 @@ def decoded(value: object, name: str) -> bytes:
         data = base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError) as problem:
         raise BrokenRow("bad_value", f"{name} is not base64: {problem}") from None
-    if not data:
-        raise BrokenRow("bad_value", f"{name} is empty")
-    return data
-
-
-def _data(uri: str, name: str) -> bytes:
-    """RFC 2397: data:[<type>][;base64],<data>."""
-    kind, comma, payload = uri[len("data:") :].partition(",")
-    if not comma:
-        raise BrokenRow("bad_value", f"{name} is a data: URI without a comma")
-    if kind.casefold().endswith(";base64"):
-        return decoded(payload, name)
-    data = unquote_to_bytes(payload)
     if not data:
         raise BrokenRow("bad_value", f"{name} is empty")
     return data
