@@ -287,7 +287,7 @@ class Encoder:
             first = ranks[0] // group * group if ranks else 0
             if ranks != list(range(first, first + group)):
                 raise BadMessage(
-                    f"scheduler ranks {ranks} are no attention group, which has {group} by scheduler.attention_tp_size, "
+                    f"scheduler ranks {ranks} are no attention group, which has {group} (scheduler.attention_tp_size), "
                     "named in order"
                 )
             check_declared(payloads, 1)
