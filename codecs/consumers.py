@@ -1,32 +1,33 @@
-"""Who reads a lease, and so who must acknowledge it: one consumer, an attention group, or everybody.
-
-With attention data parallelism the tensor-parallel ranks of a scheduler group fall into attention groups of equal size,
-and one of these attends to a request. Counting all ranks then leaves a lease waiting for readers that never come;
-counting too few gives its bytes away under one that still reads.
-"""
+"""Whether a proxy that was received declares what it was lent for (promise L8)."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from tensorferry.codecs.errors import BadMessage
+from tensorferry.codecs.messages import Payload, Proxy
 
 
-def column_of(rank: int, consumers: int) -> int:
-    """The column of a global rank among consumers 0 .. n-1. A subgroup's own numbering would collide."""
-    if rank < 0 or consumers < 1:
-        raise BadMessage(f"rank {rank} among {consumers} consumers")
-    return rank % consumers
+def check_declared(payloads: Sequence[Payload], consumers: int) -> None:
+    """Compare what proxies declare with what their receiver knows.
 
-
-def acknowledging(requested: int, declared: int, attention_group: int) -> int:
-    """How many consumers must acknowledge when `requested` are asked for: never more than the proxy declares.
-
-    attention_group: ranks of an attention group. Raises BadMessage for a number that is none of one, the attention
-    group, everybody.
+    payloads: all those of one message between stages, which release a lease once for each proxy that names it.
+    consumers: how many processes such a lease is lent to. Raises BadMessage. A wrong number would free bytes that are
+    still to be read, or keep them for releases that never come.
     """
-    count = min(requested, declared)
-    if count not in (1, min(attention_group, declared), declared):
-        raise BadMessage(
-            f"{requested} of {declared} consumers should acknowledge: only 1, an attention group of {attention_group}, "
-            f"or all {declared} can"
-        )
-    return count
+    proxies = [payload for payload in payloads if isinstance(payload, Proxy)]
+    uses = Counter(map(lease_of, proxies))
+    for proxy in proxies:
+        expected = consumers, uses[lease_of(proxy)]
+        if (proxy.consumers, proxy.uses) != expected:
+            raise BadMessage(
+                f"slot {proxy.slot} generation {proxy.generation} of pool {proxy.pool} declares {proxy.consumers} "
+                f"consumers and {proxy.uses} uses; it was lent to {expected[0]}, and this message names it "
+                f"{expected[1]} times: its sender must declare these numbers"
+            )
+
+
+def lease_of(proxy: Proxy) -> tuple[int, int, int]:
+    """Pool, slot and generation."""
+    return proxy.pool, proxy.slot, proxy.generation

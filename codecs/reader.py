@@ -240,6 +240,13 @@ class Reader:
                 for slot, generation in leases:
                     imported.withdraw(slot, generation)
 
+    def refuse(self, payloads: Sequence[Payload]) -> None:
+        """Acknowledge the leases of these without reading them, and whatever releases they declare: those that are open
+        here once no block reads them any more. No-op for those that are over."""
+        for payload in payloads:
+            if isinstance(payload, Proxy):
+                self.withdraw(payload.pool, [(payload.slot, payload.generation)])
+
     def _forget(self, pool: int) -> None:
         """There is nobody who is to be told of a pool."""
         self._mail.pop(pool, None)

@@ -61,6 +61,10 @@ class FallbackWarning:
     def __init__(self, counters: Counters, budget_key: str) -> None:
         self._counters, self._budget_key, self._warned = counters, budget_key, False
 
+    def _key(self, full: PoolFull) -> str:
+        """What there was too little of."""
+        return self._budget_key if full.free_slots else self._budget_key.replace("budget_mb", "slots")
+
     def __call__(self, full: PoolFull, pool: Pool) -> None:
         self._counters.count("pool_full_fallbacks")
         if not self._warned:
@@ -71,5 +75,5 @@ class FallbackWarning:
                 longest_free_nbytes=full.longest_free_nbytes,
                 free_slots=full.free_slots,
                 pool_nbytes=pool.description.nbytes,
-                remedy=f"sent inline; raise {self._budget_key} to keep such tensors in the pool",
+                remedy=f"sent inline; raise {self._key(full)} to keep such tensors in the pool",
             )

@@ -20,7 +20,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.consumers import acknowledging
+from tensorferry.codecs.consumers import check_declared
 from tensorferry.codecs.errors import (
     BadMessage,
     BadRequest,
@@ -138,7 +138,7 @@ class Encoder:
                 self._stage.counters.count("messages_of_strangers")
             elif self._jobs.unfinished >= self._most_jobs:
                 self._report(message, PeerBusy(f"encoder-{self._stage.origin.rank}"))
-            elif self._is_ours(job):
+            elif self._is_sound(job) and self._is_ours(job):
                 self._jobs.put_nowait(job)
                 undo.pop_all()
 
@@ -277,6 +277,27 @@ class Encoder:
             self._stage.counters.count("jobs_late")
         return late
 
+    def _is_sound(self, job: Job) -> bool:
+        """Whether the message names one whole attention group, and its proxies declare that they were lent to this rank
+        alone; if not, its owner is told, and the leases are given back whatever they declare."""
+        message = job.message
+        payloads = [item.payload for item in message.items if item.payload is not None]
+        group, ranks = self._stage.deployment.scheduler.attention_tp_size, [rank.rank for rank in message.schedulers]
+        try:
+            first = ranks[0] // group * group if ranks else 0
+            if ranks != list(range(first, first + group)):
+                raise BadMessage(
+                    f"scheduler ranks {ranks} are no attention group, which has {group} (scheduler.attention_tp_size), "
+                    "named in order"
+                )
+            check_declared(payloads, 1)
+        except BadMessage as problem:
+            job.close()
+            self._stage.reader.refuse(payloads)
+            self._report(message, problem)
+            return False
+        return True
+
     def _is_ours(self, job: Job) -> bool:
         """Whether the message has the items that are this rank's, by the assignment that every process computes alike;
         if not, its owner is told."""
@@ -342,15 +363,10 @@ class Encoder:
                 self._stage.outlive(problem)
                 self._report(job, problem)
 
-    def _readers(self, job: wire.Encode) -> Sequence[wire.Rank]:
-        """The scheduler ranks that read the embeddings of a request."""
-        spec = self._stage.deployment.scheduler
-        return job.schedulers[: acknowledging(len(job.schedulers), spec.tp_size, spec.attention_tp_size)]
-
     def _ways(self, job: wire.Encode, made: Sequence[Made]) -> list[tuple[Draft, int | None]]:
         """Every draft with its column at each reader that is there."""
         ways: list[tuple[Draft, int | None]] = []
-        for rank in self._readers(job):
+        for rank in job.schedulers:
             with suppress(PeerGone):  # `_send` says so
                 column = self._stage.peers.taker("scheduler", rank.rank, rank.epoch).column
                 ways += [(draft, column) for item in made for draft in item.outputs.values()]
@@ -363,7 +379,7 @@ class Encoder:
         if self._over.covers(job.request, job.attempt):
             self._stage.counters.count("embeddings_late")
             return
-        peers = [self._stage.peers.taker("scheduler", rank.rank, rank.epoch) for rank in self._readers(job)]
+        peers = [self._stage.peers.taker("scheduler", rank.rank, rank.epoch) for rank in job.schedulers]
         for peer in peers:
             frames: list[Buffer] = []
             items = tuple(

@@ -15,6 +15,7 @@ from math import prod
 import structlog
 
 from tensorferry.codecs import messages as wire
+from tensorferry.codecs.consumers import check_declared
 from tensorferry.codecs.errors import (
     BadItem,
     BadMessage,
@@ -186,6 +187,12 @@ class Scheduler:
                     self._stage.reader.acknowledge(payload)
             return
         over = self._is_late(message)
+        try:
+            check_declared(payloads, self._stage.deployment.scheduler.attention_tp_size)
+        except BadMessage as problem:
+            self._stage.reader.refuse(payloads)
+            self._file(message, over, {}, problem)
+            return
         large = sum(prod(payload.shape) for payload in payloads) >= COPY_BESIDE
         if large or self._stage.device is not None or not self._are_written(payloads):
             self._collecting += 1

@@ -4,7 +4,7 @@ A *lease* is one feature's stay in the pool: a range of bytes, a slot of control
 says which use of the slot this is. It lives in two states. *Open*: its holder may write the bytes and dispatch
 it to consumers, one column each. *Settled*: everybody who will ever know of it does; it ends as soon as the
 words say that the bytes are written (`ready`) and that every column it needs has acknowledged, and not before.
-Cancelling is settling a lease that nobody needs, so a cancelled lease waits for its writer too.
+To cancel a lease is to settle one that nobody was told of, so a cancelled lease waits for its writer too.
 
 Every cost is independent of how many leases are out; finding a range is a binary search over the free ranges,
 and a reclaim pass is one vectorised comparison over all slots, or a look at each lease where they are few.
@@ -220,13 +220,6 @@ class Ledger:
         del self._open[grant.slot]
         self._settled[grant.slot] = lease
         self._due[grant.slot] = grant.generation
-
-    def cancel(self, grant: Grant) -> None:
-        """Take back a lease that nobody was told of. Raises LeaseError if somebody was."""
-        columns = self._opened(grant)
-        if columns:
-            raise LeaseError(grant.slot, grant.generation, f"was dispatched to columns {columns}: not cancelled")
-        self.settle(grant)
 
     def acknowledge(self, slot: int, generation: int, column: int) -> None:
         """An acknowledgement that came as a message; repeats are refused with StaleLease and change nothing."""

@@ -45,7 +45,7 @@ EVENTS: dict[str, tuple[int, dict[str, st.SearchStrategy[Any]]]] = {
     "dispatch": (2, {"which": any_of_them, "choice": st.sets(any_of_them, min_size=1, max_size=2)}),
     "dispatch_to_nobody": (1, {"which": any_of_them, "column": any_column}),
     "retract": (2, {"which": any_of_them, "column": any_column}),
-    "settle": (3, {"which": any_of_them, "cancel": st.booleans()}),
+    "settle": (3, {"which": any_of_them}),
     "acknowledge_by_message": (2, {"which": any_of_them, "column": any_column, "off": distance}),
     "admit": (1, {"by_message": st.booleans()}),
     "strike": (1, {"which": any_of_them}),
@@ -204,15 +204,14 @@ class LedgerKeepsItsLaws(RuleBasedStateMachine):
         if allowed:
             lent.owes.discard(column)
 
-    def settle(self, which: int, cancel: bool) -> None:
+    def settle(self, which: int) -> None:
         grants = [*(lent.grant for lent in self.live), *self.over]
         if not grants:
             return
         grant = grants[which % len(grants)]
         lent = next((lent for lent in self.live if lent.grant == grant), None)
-        allowed = lent is not None and not lent.settled and not (cancel and lent.owes)
-        end = self.ledger.cancel if cancel else self.ledger.settle
-        self.must_be(allowed, lambda: end(grant), "cancelled" if cancel else "settled")
+        allowed = lent is not None and not lent.settled
+        self.must_be(allowed, lambda: self.ledger.settle(grant), "settled")
         if allowed and lent is not None:
             lent.settled = True
 

@@ -209,16 +209,12 @@ class RetractsAnything(Ledger):
             super().retract(grant, column)
 
 
-class CancelsWhatWasTold(Ledger):
-    def cancel(self, grant: Grant) -> None:
-        self._opened(grant).clear()
-        self.settle(grant)
-
-
-class CancelEndsAtOnce(Ledger):
-    def cancel(self, grant: Grant) -> None:
-        super().cancel(grant)
-        self._end(grant.slot)
+class EndsAtOnceWhatNobodyWasToldOf(Ledger):
+    def settle(self, grant: Grant) -> None:
+        told = bool(self._opened(grant))
+        super().settle(grant)
+        if not told:
+            self._end(grant.slot)
 
 
 class SettlesTwice(Ledger):
@@ -278,14 +274,13 @@ MUTANTS: dict[type[Ledger], str] = {
     LastInFirstOut: "not the slot that was free for longest",
     LeavesTheNeedBehind: "the two ways .* disagree",
     KeepsTheDead: "it forgot who is there",
-    KeepsTheirDebts: r"the two ways .* disagree|not cancelled although that was allowed|^\d+\n",
+    KeepsTheirDebts: r"the two ways .* disagree|^\d+\n",
     ReusesColumns: "a column was given out twice",
     RetractsHalf: "the two ways .* disagree",
     RetractsAnything: "retracted although that was not allowed",
-    CancelsWhatWasTold: "cancelled although that was not allowed",
-    CancelEndsAtOnce: "is lost|did not join|free range is wrong",
+    EndsAtOnceWhatNobodyWasToldOf: "is lost|did not join|free range is wrong",
     SettlesTwice: "settled although that was not allowed",
-    DispatchesHalf: "it forgot who owes what|not cancelled",
+    DispatchesHalf: "it forgot who owes what",
     DispatchesToNobody: "dispatched although that was not allowed",
     TakesAnyMessage: "acknowledged although that was not allowed",
     RefusesEarlyMessages: "not acknowledged although that was allowed",

@@ -265,9 +265,11 @@ class ReusesColumns(Ledger):
 class CancelsAtOnce(Ledger):
     """Gives the range back although its writer may still write (A2)."""
 
-    def cancel(self, grant: Grant) -> None:
-        super().cancel(grant)
-        self._end(grant.slot)
+    def settle(self, grant: Grant) -> None:
+        told = bool(self._opened(grant))
+        super().settle(grant)
+        if not told:
+            self._end(grant.slot)
 
 
 class ForgetsToForget(Ledger):

@@ -69,9 +69,6 @@ class Books:
     def settle(self, book: int, grant: Grant) -> int:
         return self._must(book, ("settle", grant), lambda ledger: ledger.settle(grant))
 
-    def cancel(self, book: int, grant: Grant) -> int:
-        return self._must(book, ("cancel", grant), lambda ledger: ledger.cancel(grant))
-
     def acknowledge(self, book: int, slot: int, generation: int, column: int) -> tuple[int, FerryError | None]:
         question = ("acknowledge", slot, generation, column)
         return self._ask(book, question, lambda ledger: ledger.acknowledge(slot, generation, column))

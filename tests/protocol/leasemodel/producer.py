@@ -253,7 +253,7 @@ def _cancel(m: Model, w: World, pool_index: int, draft: Draft) -> None:
         hardware.store(m, w, pool.producer, READY, lease)
     elif not draft.published:
         w.queue(pool.producer, draft.stream, Store(READY, lease))
-    w.pool(pool_index, book=m.books.cancel(pool.book, _grant(draft)))
+    w.pool(pool_index, book=m.books.settle(pool.book, _grant(draft)))
     w.draft(pool.producer, draft, None)
 
 
