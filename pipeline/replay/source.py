@@ -117,7 +117,7 @@ class Source:
     def _open(self, undo: ExitStack) -> tuple[_Peekable, int]:
         """The lines as one stream, and the offset of the first."""
         if len(self.files) == 1:
-            raw = undo.enter_context(self.files[0].open("rb", buffering=_CHUNK_NBYTES))
+            raw = undo.enter_context(io.BufferedReader(self.files[0].open("rb", buffering=0), _CHUNK_NBYTES))
             head = raw.peek(4)
             if not head.startswith((_GZIP, *_WIDE)) and not _ends_lines_with_cr(head):
                 _refuse_foreign(self.files[0], raw)
