@@ -129,5 +129,6 @@ def _print(console: Console, report: Report) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _mark(ok: bool) -> str:
-    return "ok" if ok else "NO"
+def _mark(ok: bool | None) -> str:
+    """None: not needed here."""
+    return "-" if ok is None else "ok" if ok else "NO"

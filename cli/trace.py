@@ -171,6 +171,8 @@ def _rows(d: Description, scheduled: bool) -> Iterator[tuple[str, str]]:
         yield "times", f"{d.origin} to {d.end}: {d.span_s:.3f} s"
     else:
         yield "times", "none, only an order; give them with --rate, or replay at --speed max"
+    if d.unit_decided:
+        yield "", d.unit_decided
     if d.inversions:
         yield "order", f"{d.inversions} rows before an earlier one, by {d.largest_fall_s:.3f} s at most; a replay sorts"
     if d.glued:

@@ -56,7 +56,8 @@ def reading_options(command: _Command) -> _Command:
             "--keys",
             metavar="NAME=KEY,...",
             callback=_parsed(keys_of),
-            help="Read JSON lines by these keys: time=t,prompt=in,output=out,blocks=h,unit=ms,block_tokens=16.",
+            help="Read JSON lines by these keys: time=t,prompt=in,output=out,blocks=h,unit=ms,block_tokens=16. "
+            "With time= and unit= alone: where a trace of any format says when.",
         ),
         click.option(
             "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is invented."

@@ -19,7 +19,7 @@ class Check(msgspec.Struct, frozen=True):
     """One thing looked at. advice: what to do where it is not ok, or else what it means."""
 
     name: str
-    ok: bool
+    ok: bool | None  #: None: it does not work or is not there, and nothing here needs it
     found: str
     advice: str = ""
 
@@ -67,7 +67,7 @@ def _host(host: HostFacts, in_domain: bool) -> Iterator[Check]:
     )
     yield Check(
         "IMEX channel",
-        host.imex or not in_domain,
+        _needed(host.imex, in_domain),
         "channel0 is mounted" if host.imex else "none",
         "cuda_vmm across nodes needs it: mount /dev/nvidia-caps-imex-channels/channel0",
     )
@@ -78,7 +78,7 @@ def _memlock(facts: Facts) -> Check:
     if limit is None:
         return Check("memlock", True, "unlimited")
     if facts.cuda is None or not facts.has_gpu:
-        return Check("memlock", True, _size(limit), "matters where host memory is registered with CUDA")
+        return Check("memlock", None, _size(limit), "matters where host memory is registered with CUDA")
     counted = facts.cuda.words.step == "register"
     advice = "host memory cannot be registered with CUDA: --ulimit memlock=-1" if counted else "this driver ignores it"
     return Check("memlock", not counted, _size(limit), advice)
@@ -149,8 +149,13 @@ def _trials(cuda: CudaFacts, in_domain: bool) -> Iterator[Check]:
         ("FABRIC handles", cuda.fabric, in_domain),
     ):
         if trial is not None:
-            advice = "" if trial.ok else "tried between two processes, whatever the flags say"
-            yield Check(name, trial.ok or not needed, str(trial), advice)
+            unneeded = "" if needed else "; needed only between nodes of an NVLink domain, so not here"
+            advice = "" if trial.ok else f"tried between two processes, whatever the flags say{unneeded}"
+            yield Check(name, _needed(trial.ok, needed), str(trial), advice)
+
+
+def _needed(works: bool, needed: bool) -> bool | None:
+    return works if works or needed else None
 
 
 def _size(nbytes: int) -> str:

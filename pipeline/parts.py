@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Video:
 
     frames: Sequence[bytes | memoryview] | Source
     #: How many pictures are a second. None: not known, and all are looked at. An animated file has its own timing.
-    fps: float | None = None
+    #: Exactly as it is: 20/3 is `Fraction(20, 3)`. The wire has thousandths of a frame a second.
+    fps: float | Fraction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def _tokens(ids: npt.NDArray[np.int32]) -> wire.TokensPart:
 
 def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
     pictures, fps = video.frames, video.fps
-    if fps is not None and (not isinstance(fps, int | float) or not 0.001 <= fps <= 1e6):
+    if fps is not None and (not isinstance(fps, int | float | Fraction) or not 0.001 <= fps <= 1e6):
         raise BadRequest(f"a video at {fps!r} fps; give 0.001 to 1000000, or None where it is not known")
     if isinstance(pictures, Source):
         if fps is not None:

@@ -185,7 +185,7 @@ def test_aiperf_multi_turn_counts_turns_and_loses_only_the_broken_ones(write: Wr
         (1105 * MS, 5 * MS, "s"),
         (1234 * MS, None, "line 2"),
     ]
-    assert reasons(trace) == [(1, "missing")]
+    assert reasons(trace) == [(1, "bad_value")]
     assert trace.drops[0].problem.startswith("turns[2]")
 
 

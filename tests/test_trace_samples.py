@@ -18,6 +18,8 @@ pytestmark = pytest.mark.samples
 
 #: file: (format, rows, requests, tokens in, tokens out, images)
 COUNTED = {
+    "odd/02_cr_only.csv": ("azure-llm", 10, 10, 1045, 145, 0),
+    "odd/zone.csv": ("azure-llm", 3, 2, 4, 2, 0),  # a row at +99:99 is dropped
     "azure/AzureLLMInferenceTrace_code.csv": ("azure-llm", 8819, 8819, 18_059_974, 245_896, 0),
     "azure/AzureLLMInferenceTrace_conv.csv": ("azure-llm", 19_366, 19_366, 22_361_870, 4_088_665, 0),
     "azure/AzureLLMInferenceTrace_code_1week.notebook-rows.csv": ("azure-llm", 10, 10, 24_016, 180, 0),

@@ -91,6 +91,7 @@ class Description(msgspec.Struct, frozen=True):
     origin: str  #: of the first request, on the trace's own clock
     end: str
     span_s: float
+    unit_decided: str  #: a sentence, where the trace does not say the unit of its times and the numbers had to
     inversions: int
     largest_fall_s: float
     glued: bool
@@ -213,6 +214,7 @@ def describe(recording: Recording, survey: Tally, requests: Iterable[Request]) -
         origin=recording.time_text(clock.first_ns) if clock.count else "none",
         end=recording.time_text(clock.last_ns) if clock.count else "none",
         span_s=(clock.last_ns - clock.first_ns) / NS,
+        unit_decided=recording.decided,
         inversions=survey.inversions,
         largest_fall_s=survey.largest_fall_ns / NS,
         glued=survey.glued,

@@ -82,4 +82,4 @@ class Sampler:
 
 def _sample(member: Member, at_ms: float) -> Sample:
     gauges = {gauge.name: gauge.value for gauge in member.gauges if gauge.name in KEPT}
-    return Sample(round(at_ms, 3), f"{member.stage}-{member.rank}", gauges)
+    return Sample(at_ms, f"{member.stage}-{member.rank}", gauges)

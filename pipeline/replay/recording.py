@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tensorferry.pipeline.replay.formats.base import Format, Parsed
 from tensorferry.pipeline.replay.formats.lengths import Keys, LengthRows
 from tensorferry.pipeline.replay.formats.servegen import CLIENT, Clients
 from tensorferry.pipeline.replay.formats.sniff import HEAD_LINES, Maker, recognise
+from tensorferry.pipeline.replay.formats.times import Times
 from tensorferry.pipeline.replay.request import BrokenRow, Drop, Request
 from tensorferry.pipeline.replay.source import Source
 from tensorferry.pipeline.replay.values import NS, wall_text
@@ -65,7 +67,8 @@ class Recording:
     """A trace of any known format.
 
     rate: requests a second for a trace that says no times, which are then this far apart; a trace that says them
-    refuses it. keys: reads a JSON trace by these keys, whatever it looks like. seed: of what is drawn, as the
+    refuses it. keys: reads a JSON trace by these keys, whatever it looks like; or, with
+    `time_alone`, any trace with its times from there. seed: of what is drawn, as the
     requests of ServeGen's clients are.
     """
 
@@ -76,15 +79,18 @@ class Recording:
         self._clients = [file for file in self._source.files if CLIENT.fullmatch(file.name)]
         self._make: Maker
         if self._clients:
+            if keys is not None:
+                problem = "its requests are drawn from statistics, which no row says the time of; leave --keys away"
+                raise TraceError(str(path), None, problem)
             clients = Clients(self._clients, seed)
             self._make = lambda: clients
-        elif keys is not None:
-            chosen = keys
-            self._make = lambda: LengthRows(chosen)
+        elif keys is not None and not keys.time_alone:
+            self._make = partial(LengthRows, keys, Times(keys.time, keys.unit_ns))
         else:
-            self._make = _recognised(path, self._source.files)
+            self._make = _recognised(path, self._source.files, keys)
         form = self._make()
         self.name, self.wall, self.timed = form.name, form.wall, form.timed
+        self.decided = form.decided  #: a sentence, where the numbers had to tell the unit of its times
         self.header = self._line(form.first_line - 1) if form.first_line > 1 else b""  #: of a CSV file
         if rate is not None and form.timed:
             raise TraceError(
@@ -224,6 +230,8 @@ class Recording:
                 tally.kept += 1
                 if one.parent:
                     tally.linked += 1
+                if self.decided:
+                    tally.notes["time_unit_by_its_numbers"] += 1
                 if one.notes or one.blocks or not one.output_tokens:
                     tally.notes.update(_notes(one))
                 yield offset, one
@@ -265,7 +273,7 @@ def nothing_usable(read: int, reasons: Mapping[str, int], drops: Sequence[Drop])
     return f"none of its {read} rows can be used: {counted}{named}"
 
 
-def _recognised(path: Path, files: Sequence[Path]) -> Maker:
+def _recognised(path: Path, files: Sequence[Path], keys: Keys | None) -> Maker:
     """The one format of all files; later ones may go on without a header. Raises TraceError, naming the file."""
     found: tuple[Maker, Format, Path, str] | None = None
     for file in files:
@@ -273,7 +281,7 @@ def _recognised(path: Path, files: Sequence[Path]) -> Maker:
         if len(files) > 1 and not file.stat().st_size:  # as the markers that writers of parts leave
             continue
         try:
-            make = recognise(str(file), head)
+            make = recognise(str(file), head, keys)
         except TraceError:
             if found is not None and _reads(found[0](), head):
                 continue

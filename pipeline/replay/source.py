@@ -21,12 +21,26 @@ from tensorferry.codecs.errors import TraceError
 #: Longer than any honest row (4 Mi tokens of text); a file without line ends must not be read into memory.
 MAX_LINE_NBYTES = 64 << 20
 _CHUNK_NBYTES = 256 << 10
+_TAR_MAGIC = slice(257, 262)  # of its first header, POSIX and GNU alike
 _GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
 _WIDE = (b"\xff\xfe", b"\xfe\xff")
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _OTHERS = {
     b"PK\x03\x04": "a zip archive; unpack it first",
+    b"PK\x05\x06": "an empty zip archive; there is no trace in it",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it first",
+    b"Rar!\x1a\x07": "a RAR archive; unpack it first",
+    b"!<arch>\n": "an ar archive; unpack it first",
+    b"SQLite format 3\x00": "an SQLite database; write its table as CSV first (`sqlite3 -csv -header`)",
+    b"\x04\x22\x4d\x18": "compressed with lz4; unpack it first",
+    b"\x1f\x9d": "compressed with compress; unpack it first (`uncompress`)",
+    b"LZIP": "compressed with lzip; unpack it first",
+    b"\x5d\x00\x00": "compressed with lzma; unpack it first",
+    b"\xff\x06\x00\x00sNaPpY": "compressed with snappy; unpack it first",
+    b"Obj\x01": "an Avro file; write it as CSV or JSON lines first",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file; write it as CSV or JSON lines first",
+    b"\x93NUMPY": "a NumPy array; write it as CSV or JSON lines first",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it first",
     b"\xfd7zXZ\x00": "compressed with xz; unpack it first",
     b"BZh": "compressed with bzip2; unpack it first",
@@ -103,9 +117,9 @@ class Source:
     def _open(self, undo: ExitStack) -> tuple[_Peekable, int]:
         """The lines as one stream, and the offset of the first."""
         if len(self.files) == 1:
-            raw = undo.enter_context(self.files[0].open("rb"))
+            raw = undo.enter_context(io.BufferedReader(self.files[0].open("rb", buffering=0), _CHUNK_NBYTES))
             head = raw.peek(4)
-            if not head.startswith((_GZIP, *_WIDE)):
+            if not head.startswith((_GZIP, *_WIDE)) and not _ends_lines_with_cr(head):
                 _refuse_foreign(self.files[0], raw)
                 return raw, len(raw.read(3)) if head.startswith(_BOM) else 0
         chunks = self._parts()
@@ -118,14 +132,16 @@ class Source:
         self._starts = []
         for file in self.files:
             self._starts.append(count)
-            last = b"\n"
+            last, cr = b"", False
             with file.open("rb") as raw:
                 with closing(_utf8(file, _unpacked(raw))) as chunks:
                     for chunk in chunks:
+                        cr = cr or (not last and _ends_lines_with_cr(chunk))
+                        chunk = chunk.replace(b"\r", b"\n") if cr else chunk
                         last = chunk[-1:]
                         count += chunk.count(b"\n")
                         yield chunk
-            if last != b"\n" and len(self.files) > 1:
+            if last not in (b"", b"\n") and len(self.files) > 1:
                 count += 1
                 yield b"\n"
 
@@ -182,6 +198,11 @@ class _Chunks(io.RawIOBase):
         return count
 
 
+def _ends_lines_with_cr(head: bytes) -> bool:
+    """Whether a text that starts so has the line ends of old Mac OS. A CR at the very end may be half of a CRLF."""
+    return b"\n" not in head and b"\r" in head[:-1]
+
+
 def _unpacked(file: _Peekable) -> _Peekable:
     return io.BufferedReader(gzip.GzipFile(fileobj=file)) if file.peek(2)[:2] == _GZIP else file
 
@@ -201,7 +222,7 @@ def _utf8(path: Path, file: _Peekable) -> Generator[bytes]:
 
 
 def _refuse_foreign(path: Path, file: _Peekable) -> None:
-    head = file.peek(64)[:64]
+    head = file.peek(512)[:512]
     if head.startswith(_PICKLE):
         raise TraceError(
             str(path),
@@ -211,6 +232,8 @@ def _refuse_foreign(path: Path, file: _Peekable) -> None:
         )
     if head.startswith(_GZIP):
         raise TraceError(str(path), None, "compressed twice; unpack it once")
+    if head[_TAR_MAGIC] == b"ustar":
+        raise TraceError(str(path), None, "a tar archive; unpack it first")
     for magic, problem in _OTHERS.items():
         if head.startswith(magic):
             raise TraceError(str(path), None, problem)

@@ -19,6 +19,7 @@ _MAX_DIGITS = 19  # digits before the point: above every time and count, below a
 _MAX_INT = 10**_MAX_DIGITS
 _MAX_NS = 1 << 63
 _EPOCH = date(1970, 1, 1).toordinal()
+_WESTMOST, _EASTMOST = -12 * 60, 14 * 60  # minutes: the offsets of the IANA time zone database since 1970
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _WALL = re.compile(
     r"(\d{4}-\d\d-\d\d)[ Tt](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?(?:([Zz])|([+-])(\d\d):?(\d\d))?", re.ASCII
@@ -120,8 +121,11 @@ def wall_clock(text: str, name: str) -> tuple[int, bool]:
         raise BrokenRow("bad_time", f"{name} is {text!r}: no such day") from None
     seconds = ((days * 24 + int(hour)) * 60 + int(minute)) * 60 + int(second)
     if sign:
-        east = (int(zone_hour) * 60 + int(zone_minute)) * 60
-        seconds -= east if sign == "+" else -east
+        east = (int(zone_hour) * 60 + int(zone_minute)) * (1 if sign == "+" else -1)
+        if int(zone_minute) > 59 or not _WESTMOST <= east <= _EASTMOST:
+            problem = f"{name} is {text!r}: no such time zone; offsets are minutes below 60, from -12:00 to +14:00"
+            raise BrokenRow("bad_time", problem)
+        seconds -= east * 60
     return seconds * NS + (int(fraction.ljust(9, "0")) if fraction else 0), bool(utc or sign)
 
 

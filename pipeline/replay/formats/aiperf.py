@@ -1,8 +1,9 @@
 """AIPerf's files (ai-dynamo/aiperf 0.13.0): single_turn, multi_turn, and the literal rows of mooncake_trace.
 
-Times are milliseconds; a later turn may have a `delay` after the one before it instead. A row with a session is
-the new turn alone: AIPerf puts the conversation so far in front of it, and so does a replay. Relative paths are
-taken from the folder of the file, where AIPerf takes them from wherever it was started.
+Times are milliseconds; a later turn may have a `delay` after the one before it instead, and with neither it goes as
+soon as the answer before is there. A row with a session is the new turn alone: AIPerf puts the conversation so far in
+front of it, and so does a replay. Relative paths are taken from the folder of the file, where AIPerf takes them from
+wherever it was started.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from tensorferry.pipeline.replay.formats.chat import Prompt
-from tensorferry.pipeline.replay.formats.lengths import LengthRows
+from tensorferry.pipeline.replay.formats.lengths import Keys, LengthRows
 from tensorferry.pipeline.replay.formats.media import image_at
 from tensorferry.pipeline.replay.formats.objects import (
     identity,
@@ -19,6 +20,7 @@ from tensorferry.pipeline.replay.formats.objects import (
     object_at,
     output_tokens,
 )
+from tensorferry.pipeline.replay.formats.times import JsonRows, Times
 from tensorferry.pipeline.replay.request import MAX_TOKENS, BrokenRow, Drop, Image, Request
 from tensorferry.pipeline.replay.values import NS, nanoseconds, whole
 
@@ -30,25 +32,29 @@ _LITERAL = ("input_length", "text_input", "messages", "payload")
 class Turns:
     """Times of turns, and images that are named once and meant again: what one row needs of those before it."""
 
-    def __init__(self, timed: bool) -> None:
-        self._timed = timed
+    def __init__(self, times: Times | None) -> None:
+        self._times = times
         self._last_ns: dict[str, int] = {}  #: by session
         self._images: dict[str, Image] = {}  #: by uuid
 
     def at_ns(self, row: dict[str, Any], session: str) -> tuple[int, int | None]:
         """When it is due, and how long after the end of the turn before. Raises BrokenRow."""
-        timestamp, delay = row.get("timestamp"), row.get("delay")
-        if timestamp is not None and delay is not None:
-            raise BrokenRow("conflict", "timestamp and delay: a turn has one of them")
+        times, delay = self._times, row.get("delay")
+        says = times is not None and times.value(row) is not None
+        if times is not None and says and delay is not None:
+            raise BrokenRow("conflict", f"{times.field} and delay: a turn has one of them")
         last_ns = self._last_ns.get(session) if session else None
         if delay is not None:
             if last_ns is None:
                 raise BrokenRow("missing", "a delay after a turn that is not there")
             think_ns = nanoseconds(delay, "delay", _MS_NS)
             at_ns = last_ns + think_ns
+        elif times is None:
+            think_ns, at_ns = None, last_ns or 0
+        elif last_ns is not None and not says:
+            think_ns, at_ns = 0, last_ns  # as soon as the answer before is there
         else:
-            think_ns = None
-            at_ns = nanoseconds(timestamp, "timestamp", _MS_NS) if self._timed else last_ns or 0
+            think_ns, at_ns = None, times.at_ns(row)
         if session:
             self._last_ns[session] = at_ns
         return at_ns, think_ns
@@ -72,37 +78,31 @@ class Turns:
         return tuple(self._images[name] for name in names)
 
 
-class SingleTurn:
+class SingleTurn(JsonRows):
     """A line is a turn: `text`, `image`, `timestamp`, `output_length`; perhaps `session_id`."""
 
     name = "aiperf-single-turn"
-    wall = False
-    first_line = 1
 
-    def __init__(self, timed: bool) -> None:
-        self.timed, self._turns = timed, Turns(timed)
+    def __init__(self, times: Times | None) -> None:
+        super().__init__(times)
+        self._turns = Turns(times)
 
     def parse(self, line: str, number: int) -> Request:
         row = json_object(line)
         return _turn(row, self._turns, number, identity(row.get("session_id"), "session_id"))
 
 
-class MultiTurn:
+class MultiTurn(JsonRows):
     """A line is a conversation: `session_id` and `turns`, each as a line of single_turn."""
 
     name = "aiperf-multi-turn"
-    wall = False
-    first_line = 1
-
-    def __init__(self, timed: bool) -> None:
-        self.timed = timed
 
     def parse(self, line: str, number: int) -> list[Request | Drop]:
         row = json_object(line)
         session, rows = identity(row.get("session_id"), "session_id") or f"line {number}", row.get("turns")
         if not isinstance(rows, list) or not rows:
             raise BrokenRow("missing", "turns is not a list of turns")
-        turns, parsed = Turns(self.timed), list[Request | Drop]()
+        turns, parsed = Turns(self._times), list[Request | Drop]()
         for index, turn in enumerate(rows):
             try:
                 if not isinstance(turn, dict):
@@ -113,19 +113,18 @@ class MultiTurn:
         return parsed
 
 
-class Mooncake:
+class Mooncake(JsonRows):
     """github.com/kvcache-ai/Mooncake and AIPerf's mooncake_trace: lengths with identities of blocks of 512 tokens, or
     one of `text_input`, `messages` and `payload`. Times are milliseconds, and Mooncake's own put up to 28 requests on
     one instant (a tick of three seconds); they are sent together.
     """
 
     name = "mooncake"
-    wall = False
-    first_line = 1
 
-    def __init__(self, lengths: LengthRows, block_tokens: int) -> None:
-        self.timed, self._block_tokens = lengths.timed, block_tokens
-        self._lengths, self._turns = lengths, Turns(lengths.timed)
+    def __init__(self, keys: Keys, times: Times | None) -> None:
+        super().__init__(times)
+        self._block_tokens = keys.block_tokens
+        self._lengths, self._turns = LengthRows(keys, times), Turns(times)
 
     def parse(self, line: str, number: int) -> Request:
         row = json_object(line)

@@ -26,6 +26,10 @@ class Format(Protocol):
         """Whether it says when. Otherwise `at_ns` is from the start of the line's own conversation."""
 
     @property
+    def decided(self) -> str:
+        """A sentence, where the trace does not say the unit of its times and the numbers had to."""
+
+    @property
     def first_line(self) -> int:
         """The number of the first line that is a row."""
 

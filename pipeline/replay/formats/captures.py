@@ -14,6 +14,7 @@ from tensorferry.pipeline.replay.formats.objects import (
     object_at,
     output_tokens,
 )
+from tensorferry.pipeline.replay.formats.times import JsonRows
 from tensorferry.pipeline.replay.request import (
     MAX_ID_CHARACTERS,
     MAX_OUTPUT_TOKENS,
@@ -21,21 +22,19 @@ from tensorferry.pipeline.replay.request import (
     BrokenRow,
     Request,
 )
-from tensorferry.pipeline.replay.values import NS, nanoseconds, wall_clock, whole
+from tensorferry.pipeline.replay.values import NS, nanoseconds, whole
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _MS_NS = NS // 1000
 
 
-class OpenAIBatch:
+class OpenAIBatch(JsonRows):
     """`{"custom_id", "method", "url", "body"}`: requests in an order, without times.
 
     Source: platform.openai.com/docs/guides/batch; read by `vllm run-batch` too.
     """
 
     name = "openai-batch"
-    wall = timed = False
-    first_line = 1
 
     def parse(self, line: str, number: int) -> Request:
         row = json_object(line)
@@ -44,7 +43,7 @@ class OpenAIBatch:
         output, notes = output_tokens(body, *_LIMITS)
         return Request(
             line=number,
-            at_ns=0,
+            at_ns=self._at_ns(row),
             output_tokens=output,
             id=identity(row.get("custom_id"), "custom_id"),
             images=prompt.images,
@@ -53,12 +52,10 @@ class OpenAIBatch:
         )
 
 
-class CustomImage:
+class CustomImage(JsonRows):
     """vLLM's `custom_image` (0.33.0): `{"prompt", "image_files"}`, or `{"content"}` with images among the words."""
 
     name = "vllm-custom-image"
-    wall = timed = False
-    first_line = 1
 
     def parse(self, line: str, number: int) -> Request:
         row = json_object(line)
@@ -75,34 +72,34 @@ class CustomImage:
         prompt = Prompt.of(parts)
         output, notes = output_tokens(row, "output_tokens")
         return Request(
-            line=number, at_ns=0, output_tokens=output, images=prompt.images, layout=prompt.layout, notes=notes
+            line=number,
+            at_ns=self._at_ns(row),
+            output_tokens=output,
+            images=prompt.images,
+            layout=prompt.layout,
+            notes=notes,
         )
 
 
-class SageMaker:
+class SageMaker(JsonRows):
     """Data Capture: hourly JSON lines with the request's and the answer's body, as JSON text or base64.
 
     Source: docs.aws.amazon.com/sagemaker, "Data capture".
     """
 
     name = "sagemaker"
-    wall = timed = True
-    first_line = 1
 
     def parse(self, line: str, number: int) -> Request:
         row = json_object(line)
-        captured, metadata = object_at(row, "captureData"), object_at(row, "eventMetadata")
+        captured, metadata = object_at(row, "captureData"), row.get("eventMetadata")
         body = self._body(captured, "endpointInput")
         prompt = Prompt.of_body(body)
         output, notes = output_tokens({**body, **self._usage(captured)}, "completion_tokens", *_LIMITS)
-        at_ns, zoned = wall_clock(str(metadata.get("inferenceTime") or ""), "eventMetadata.inferenceTime")
-        if not zoned:
-            raise BrokenRow("bad_time", "eventMetadata.inferenceTime names no zone")
         return Request(
             line=number,
-            at_ns=at_ns,
+            at_ns=self._at_ns(row),
             output_tokens=output,
-            id=str(metadata.get("eventId") or "")[:MAX_ID_CHARACTERS],
+            id=str((metadata.get("eventId") if isinstance(metadata, dict) else "") or "")[:MAX_ID_CHARACTERS],
             images=prompt.images,
             layout=prompt.layout,
             notes=notes + prompt.notes,
@@ -126,16 +123,15 @@ class SageMaker:
         return usage if isinstance(usage, dict) else {}
 
 
-class Dynamo:
+class Dynamo(JsonRows):
     """`dynamo.request.trace.v1`: one record when a request ends, so not in the order of arrival; among them records of
     tools, which are no requests. Block identities are unsigned, of 64 bits."""
 
     name = "dynamo"
-    wall = timed = True
-    first_line = 1
 
     def parse(self, line: str, number: int) -> Request:
-        event = object_at(json_object(line), "event")
+        row = json_object(line)
+        event = object_at(row, "event")
         if event.get("event_type") != "request_end":
             kind = str(event.get("event_type"))[:40]
             raise BrokenRow("not_a_request", f"a record of the kind {kind}, which is no request")
@@ -148,7 +144,7 @@ class Dynamo:
         took = request.get("total_time_ms")
         return Request(
             line=number,
-            at_ns=nanoseconds(request.get("request_received_ms"), "request.request_received_ms", _MS_NS),
+            at_ns=self._at_ns(row),
             output_tokens=whole(request.get("output_tokens"), "request.output_tokens", MAX_OUTPUT_TOKENS),
             id=identity(request.get("request_id"), "request.request_id"),
             text_tokens=whole(request.get("input_tokens"), "request.input_tokens", MAX_TOKENS, least=1),

@@ -45,6 +45,7 @@ class ColumnRows:
     """The rows below one header."""
 
     timed = True
+    decided = ""
 
     def __init__(self, columns: Columns, header: Sequence[str], delimiter: str, line: int) -> None:
         """header: the cells of the header line, with all of `columns.required` among them; line: its number."""

@@ -4,22 +4,20 @@ blocks. They differ in what their keys are called and, worse, in their units."""
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Any
 
 import msgspec
 
 from tensorferry.pipeline.replay.formats.objects import identity, json_object, list_of_integers
+from tensorferry.pipeline.replay.formats.times import UNITS_NS, JsonRows, Times
 from tensorferry.pipeline.replay.request import MAX_OUTPUT_TOKENS, MAX_TOKENS, BrokenRow, Image, Request
-from tensorferry.pipeline.replay.values import NS, nanoseconds, number, whole
-
-_UNITS_NS = {"s": NS, "ms": NS // 1000, "us": 1000, "ns": 1}
+from tensorferry.pipeline.replay.values import NS, whole
 
 
 class Keys(msgspec.Struct, frozen=True):
     """Which keys such a trace has, and what they mean."""
 
     name: str
-    unit_ns: int  #: of the time
+    unit_ns: int  #: of the time; 0: the format's own, or as the numbers tell
     block_tokens: int
     time: str = "timestamp"
     prompt: str = "input_length"
@@ -28,16 +26,19 @@ class Keys(msgspec.Struct, frozen=True):
     id: str = ""
     parent: str = ""
     session: str = ""
+    time_alone: bool = False  #: all but `time` and `unit_ns` is as the trace's own format has it
     image_flag: str = ""  #: a key whose value "image" says that there was one, and no more
 
 
 def keys_of(text: str) -> Keys:
-    """`time=ts,prompt=in,output=out,blocks=h,unit=s,block_tokens=16`: what vLLM's timed_trace has flags for.
+    """`time=ts,prompt=in,output=out,blocks=h,unit=s,block_tokens=16`: what vLLM's timed_trace has flags for. `time`,
+    `unit` or both alone: where a trace of any format says when, and in which unit.
 
     unit: s, ms, us, ns, or how many seconds one unit is. Raises ValueError with a sentence.
     """
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     given = dict(pairs)
+    time_alone = given.keys() <= {"time", "unit"}
     if len(given) < len(pairs):
         twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
         raise ValueError(f"{text!r} says {twice}= twice; give each name once")
@@ -46,27 +47,29 @@ def keys_of(text: str) -> Keys:
     if given or not all(names.values()):
         known = "time, prompt, output, blocks, session, id, unit, block_tokens"
         raise ValueError(f"{text!r} is not a list of name=key; the names are {known}")
+    if time_alone and not unit and names:
+        return Keys("", 0, 0, time=names["time"], time_alone=True)
     try:
-        exact = Decimal(_UNITS_NS.get(unit) or Decimal(unit) * NS)
+        exact = Decimal(UNITS_NS.get(unit) or Decimal(unit) * NS)
         inside = 1 <= exact <= 10**18  # compared as it is: 1e999999 is short as a decimal alone
     except ArithmeticError:  # no number, NaN, or beyond what a Decimal can hold
         raise ValueError(f"unit={unit}: say s, ms, us, ns, or how many seconds one unit is, such as 0.001") from None
     if not inside:
         raise ValueError(f"unit={unit} is not between a nanosecond and 10^9 seconds")
     unit_ns = int(exact)
+    if time_alone:
+        return Keys("", unit_ns, 0, time=names.get("time", ""), time_alone=True)
     if not block_tokens.isascii() or not block_tokens.isdigit() or not 1 <= int(block_tokens) <= MAX_TOKENS:
         raise ValueError(f"block_tokens={block_tokens} is not a number of tokens")
-    return Keys("timed-trace", unit_ns, int(block_tokens), **names)
+    return msgspec.structs.replace(Keys("timed-trace", unit_ns, int(block_tokens)), **names)
 
 
-class LengthRows:
+class LengthRows(JsonRows):
     """The rows of such a trace."""
 
-    wall = False
-    first_line = 1
-
-    def __init__(self, keys: Keys, *, timed: bool = True) -> None:
-        self.name, self._keys, self.timed = keys.name, keys, timed
+    def __init__(self, keys: Keys, times: Times | None) -> None:
+        super().__init__(times)
+        self.name, self._keys = keys.name, keys
 
     def parse(self, line: str, number_of_line: int) -> Request:
         row, keys = json_object(line), self._keys
@@ -77,7 +80,7 @@ class LengthRows:
         image = bool(keys.image_flag) and row.get(keys.image_flag) == "image"
         return Request(
             line=number_of_line,
-            at_ns=self._at_ns(row) if self.timed else 0,
+            at_ns=self._at_ns(row),
             output_tokens=whole(row.get(keys.output), keys.output, MAX_OUTPUT_TOKENS),
             id=identity(row.get(keys.id), keys.id),
             text_tokens=None if image else tokens,
@@ -89,12 +92,6 @@ class LengthRows:
             parent="" if parent == "-1" else parent,
             notes=("number_of_images_assumed",) if image else (),
         )
-
-    def _at_ns(self, row: dict[str, Any]) -> int:
-        value = row.get(self._keys.time)
-        if isinstance(value, str):  # RAGPulse writes its seconds so
-            value = number(value, self._keys.time)
-        return nanoseconds(value, self._keys.time, self._keys.unit_ns)
 
 
 def _blocks(value: object, name: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import msgspec
 
 from tensorferry.pipeline.replay.formats.media import decoded, local_path
 from tensorferry.pipeline.replay.formats.objects import identity, json_object, list_of_integers, refuse_unknown
+from tensorferry.pipeline.replay.formats.times import JsonRows
 from tensorferry.pipeline.replay.request import (
     MAX_IMAGES,
     MAX_OUTPUT_TOKENS,
@@ -31,17 +32,14 @@ _MS_NS = NS // 1000
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
-class Own:
+class Own(JsonRows):
     """Unknown keys are refused: a misspelt one would be a request that was never recorded."""
 
     name = "tensorferry"
-    wall = False
-    timed = True
-    first_line = 1
 
     def parse(self, line: str, number: int) -> Request:
         row = json_object(line)
-        refuse_unknown(row, KEYS)
+        refuse_unknown(row, KEYS if self._times is None else KEYS | {self._times.field})
         given = [key for key in ("text", "text_tokens", "context_tokens", "parts") if row.get(key) is not None]
         if len(given) > 1:
             raise BrokenRow("conflict", f"{' and '.join(given)}: only one of them can be sent")
@@ -63,7 +61,7 @@ class Own:
         blocks = list_of_integers(row.get("blocks") or [], "blocks")
         return Request(
             line=number,
-            at_ns=nanoseconds(row.get("at_ms"), "at_ms", _MS_NS),
+            at_ns=self._at_ns(row),
             output_tokens=whole(row.get("output_tokens"), "output_tokens", MAX_OUTPUT_TOKENS),
             id=identity(row.get("id", ""), "id"),
             text=text or None,

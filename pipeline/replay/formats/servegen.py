@@ -22,6 +22,7 @@ import numpy as np
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.formats.columns import split
 from tensorferry.pipeline.replay.formats.objects import json_object, object_at
+from tensorferry.pipeline.replay.formats.times import JsonRows
 from tensorferry.pipeline.replay.request import (
     MAX_ID_CHARACTERS,
     MAX_IMAGES,
@@ -33,7 +34,7 @@ from tensorferry.pipeline.replay.request import (
     Request,
 )
 from tensorferry.pipeline.replay.seeds import choose
-from tensorferry.pipeline.replay.values import NS, nanoseconds, whole
+from tensorferry.pipeline.replay.values import NS, whole
 
 WINDOW_S = 600
 CLIENT = re.compile(r"chunk-(\d+)-trace\.csv")
@@ -49,13 +50,10 @@ _FIELDS = {
 }
 
 
-class ServeGen:
+class ServeGen(JsonRows):
     """Requests of the generator, one JSON object each: times in seconds, and the tokens of every single image."""
 
     name = "servegen"
-    wall = False
-    timed = True
-    first_line = 1
 
     def parse(self, line: str, number: int) -> Request:
         row = json_object(line)
@@ -73,7 +71,7 @@ class ServeGen:
             raise BrokenRow("empty", "neither text nor images")
         return Request(
             line=number,
-            at_ns=nanoseconds(row.get("timestamp"), "timestamp", NS),
+            at_ns=self._at_ns(row),
             output_tokens=whole(data.get("output_tokens"), "data.output_tokens", MAX_OUTPUT_TOKENS),
             id=str(row.get("request_id", ""))[:MAX_ID_CHARACTERS],
             text_tokens=tokens or None,
@@ -157,6 +155,7 @@ class Clients:
     name = "servegen-clients"
     wall = False
     timed = True
+    decided = ""
     first_line = 1
 
     def __init__(self, traces: Sequence[Path], seed: int) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
+
+import msgspec
 
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.replay.formats.base import Format
 from tensorferry.pipeline.replay.formats.columns import DELIMITERS, read_header, split
+from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.formats.objects import json_object
-from tensorferry.pipeline.replay.formats.table import AZURE_LLM, AZURE_LMM, CSV, FOREIGN, JSON, READABLE
+from tensorferry.pipeline.replay.formats.table import AZURE_LLM, AZURE_LMM, CSV, FOREIGN, JSON, READABLE, Lines
+from tensorferry.pipeline.replay.formats.times import CREATED, Times, decided, value_at
 from tensorferry.pipeline.replay.request import BrokenRow
-from tensorferry.pipeline.replay.values import number, wall_clock
+from tensorferry.pipeline.replay.values import NS, number, wall_clock
 
 #: Enough lines to see past a few broken ones at the start of a file.
 HEAD_LINES = 64
@@ -19,8 +25,9 @@ HEAD_LINES = 64
 Maker = Callable[[], Format]
 
 
-def recognise(file: str, head: Sequence[tuple[int, str]]) -> Maker:
-    """The format of a file that starts with these lines (number, text; none of them blank).
+def recognise(file: str, head: Sequence[tuple[int, str]], keys: Keys | None = None) -> Maker:
+    """The format of a file that starts with these lines (number, text; none of them blank). keys: where it says when,
+    if not where the format does (`Keys.time_alone`).
 
     Raises TraceError: nothing we know, or no header.
     """
@@ -28,13 +35,13 @@ def recognise(file: str, head: Sequence[tuple[int, str]]) -> Maker:
         raise TraceError(file, None, "an empty file")
     first_line, first = head[0]
     if first.lstrip()[0] == "{":
-        return _json_format(file, head)
+        return _json_format(file, head, keys)
     if first.lstrip()[0] == "[":
         raise TraceError(file, first_line, f"a JSON array; replay reads one object a line: {READABLE}")
-    return _csv_format(file, first_line, first)
+    return _csv_format(file, first_line, first, keys)
 
 
-def _json_format(file: str, head: Sequence[tuple[int, str]]) -> Maker:
+def _json_format(file: str, head: Sequence[tuple[int, str]], keys: Keys | None) -> Maker:
     """By the keys of the first object that says something."""
     rows: list[dict[str, Any]] = []
     for _, text in head:
@@ -45,9 +52,7 @@ def _json_format(file: str, head: Sequence[tuple[int, str]]) -> Maker:
     for row in rows:
         for kind in JSON:
             if kind.knows(row):
-                timed = any(_says_when(one) for one in rows)
-                read = kind.read
-                return lambda: read(timed)
+                return partial(kind.read, _times(file, kind, rows, keys))
     if not rows:
         start = "".join(text for _, text in head)
         for word, what in FOREIGN:
@@ -55,19 +60,42 @@ def _json_format(file: str, head: Sequence[tuple[int, str]]) -> Maker:
                 raise TraceError(file, head[0][0], f"this looks like {what}; replay reads {READABLE}")
         problem = f"none of the first {len(head)} lines is a JSON object of its own"
         raise TraceError(file, head[0][0], f"{problem}; replay reads {READABLE}")
-    keys = ", ".join(sorted(rows[0])[:8])
+    there = ", ".join(sorted(rows[0])[:8])
     raise TraceError(
-        file, head[0][0], f"objects with the keys {keys[:200]} are no trace that replay knows; it reads {READABLE}"
+        file, head[0][0], f"objects with the keys {there[:200]} are no trace that replay knows; it reads {READABLE}"
     )
 
 
-def _says_when(row: dict[str, Any]) -> bool:
-    turns = row.get("turns")
-    inner = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-    return any(one.get("timestamp") is not None for one in (row, *inner))
+def _times(file: str, kind: Lines, rows: Sequence[dict[str, Any]], keys: Keys | None) -> Times | None:
+    """Where rows of a format say when, given the first ones. Raises TraceError where no unit can be told."""
+    turns = (row["turns"] for row in rows if isinstance(row.get("turns"), list))
+    rows = [*rows, *(turn for turn in chain.from_iterable(turns) if isinstance(turn, dict))]
+    if keys is not None:
+        return _chosen_times(file, kind, rows, keys)
+    times = kind.times
+    if times is None or (kind.optional and all(times.value(row) is None for row in rows)):
+        there = (field for field in CREATED if any(value_at(row, field) is not None for row in rows))
+        return next((Times(field, NS, True) for field in there), None)
+    return decided(times, rows) if kind.decides else times
 
 
-def _csv_format(file: str, line: int, header: str) -> Maker:
+def _chosen_times(file: str, kind: Lines, rows: Sequence[dict[str, Any]], keys: Keys) -> Times:
+    field = keys.time or (kind.times.field if kind.times is not None else "")
+    if not field:
+        problem = f"the format {kind.name} says no times; name their field, as --keys time=FIELD,unit=s"
+        raise TraceError(file, None, problem)
+    if keys.unit_ns:
+        told = decided(Times(field, keys.unit_ns), rows)
+        return Times(field, keys.unit_ns, told.wall and told.unit_ns == keys.unit_ns)
+    usual = kind.times.unit_ns if kind.times is not None else 0
+    times = decided(Times(field, usual, usual is None), rows)
+    if times.unit_ns == 0:
+        problem = f"the unit of {field} cannot be told from its numbers; say it, as --keys time={field},unit=s"
+        raise TraceError(file, None, problem)
+    return times
+
+
+def _csv_format(file: str, line: int, header: str, keys: Keys | None) -> Maker:
     """By the names in the header, under whichever delimiter makes them appear."""
     best: list[str] = []
     for delimiter in DELIMITERS:
@@ -78,6 +106,9 @@ def _csv_format(file: str, line: int, header: str) -> Maker:
         names = {cell.casefold() for cell in cells}
         for kind in CSV:
             if kind.known_by.casefold() in names:
+                if keys is not None:
+                    unit_ns = keys.unit_ns or kind.unit_ns
+                    kind = msgspec.structs.replace(kind, time=keys.time or kind.time, unit_ns=unit_ns)
                 read_header(file, kind, cells, delimiter, line)  # raises now rather than at the first pass
                 return lambda kind=kind, cells=cells, delimiter=delimiter: read_header(  # type: ignore[misc]
                     file, kind, cells, delimiter, line

@@ -7,6 +7,7 @@ block for 512, so it comes first; the same holds for RAGPulse.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from tensorferry.pipeline.replay.formats.columns import Columns
 from tensorferry.pipeline.replay.formats.lengths import Keys, LengthRows
 from tensorferry.pipeline.replay.formats.own import Own
 from tensorferry.pipeline.replay.formats.servegen import ServeGen
+from tensorferry.pipeline.replay.formats.times import Times
 from tensorferry.pipeline.replay.values import NS
 
 _MS_NS = NS // 1000
@@ -58,8 +60,10 @@ class Lines(msgspec.Struct, frozen=True):
 
     name: str
     knows: Callable[[dict[str, Any]], bool]  #: of any one row
-    read: Callable[[bool], Format]  #: given whether any row says when
-    time: str = "timestamp"
+    read: Callable[[Times | None], Format]
+    times: Times | None = None  #: None: there are none, unless a row has one of OpenAI's `created`
+    optional: bool = False  #: whether rows may leave out their times, all of them
+    decides: bool = True  #: whether the unit is a habit alone, which the numbers may disprove
 
 
 def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:
@@ -74,22 +78,31 @@ def _any(*keys: str) -> Callable[[dict[str, Any]], bool]:
     return lambda row: any(key in row for key in keys)
 
 
+_S, _MS = Times("timestamp", NS), Times("timestamp", _MS_NS)
 JSON = (
-    Lines("tensorferry", _has("at_ms"), lambda timed: Own()),
-    Lines("sagemaker", _has("captureData"), lambda timed: SageMaker()),
-    Lines("dynamo", _inside("event", "schema"), lambda timed: Dynamo()),
-    Lines("qwen-bailian", _has("chat_id", "parent_chat_id"), lambda timed: LengthRows(BAILIAN)),
-    Lines("ragpulse", lambda row: isinstance(row.get("hash_ids"), dict), lambda timed: LengthRows(RAGPULSE)),
-    Lines("openai-batch", _has("custom_id", "body"), lambda timed: OpenAIBatch()),
-    Lines("servegen", _inside("data", "text_tokens", "image_tokens"), lambda timed: ServeGen()),
-    Lines("aiperf-multi-turn", _has("turns"), MultiTurn),
+    Lines("tensorferry", _has("at_ms"), Own, Times("at_ms", _MS_NS, spelt=False), decides=False),
+    Lines("sagemaker", _has("captureData"), SageMaker, Times("eventMetadata.inferenceTime", None, True)),
+    Lines(
+        "dynamo",
+        _inside("event", "schema"),
+        Dynamo,
+        Times("event.request.request_received_ms", _MS_NS, True, spelt=False),
+        decides=False,
+    ),
+    Lines("qwen-bailian", _has("chat_id", "parent_chat_id"), partial(LengthRows, BAILIAN), _S),
+    Lines("ragpulse", lambda row: isinstance(row.get("hash_ids"), dict), partial(LengthRows, RAGPULSE), _S),
+    Lines("openai-batch", _has("custom_id", "body"), OpenAIBatch),
+    Lines("servegen", _inside("data", "text_tokens", "image_tokens"), ServeGen, _S),
+    Lines("aiperf-multi-turn", _has("turns"), MultiTurn, _MS, optional=True),
     Lines(
         "mooncake",
         _any("input_length", "messages", "payload", "text_input"),
-        lambda timed: Mooncake(LengthRows(MOONCAKE, timed=timed), MOONCAKE.block_tokens),
+        partial(Mooncake, MOONCAKE),
+        _MS,
+        optional=True,
     ),
-    Lines("vllm-custom-image", _any("prompt", "content"), lambda timed: CustomImage()),
-    Lines("aiperf-single-turn", _any("text", "texts", "image", "images"), SingleTurn),
+    Lines("vllm-custom-image", _any("prompt", "content"), CustomImage),
+    Lines("aiperf-single-turn", _any("text", "texts", "image", "images"), SingleTurn, _MS, optional=True),
 )
 
 #: Documents that are known and are no trace of a line a request: (a word of their beginning, what they are).
