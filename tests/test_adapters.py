@@ -482,7 +482,9 @@ def test_a_plug_in_is_built_from_the_spec(plugins: Path) -> None:
 
 
 def test_what_a_plug_in_raises_comes_through(plugins: Path) -> None:
-    with pytest.raises(ValueError, match="no such model"):
+    with pytest.raises(
+        ConfigError, match=r"model\.adapter: cannot make 'ferry_plugins:Fails': ValueError: no such model"
+    ):
         registry.make_adapter(ModelSpec(adapter="ferry_plugins:Fails"), 1)
 
 
