@@ -34,24 +34,26 @@ class Watch:
     key: str  #: of the deployment file, that names it
     name: str  #: which it has there
     counters: Counters
-    _running: int = 0  #: calls
-    _tick: asyncio.TimerHandle | None = None
-    _since: _Clocks | None = None  #: when the tick was set
-    _longest_s: float = field(default=0.0)
+    _running: int = 0  #: calls in threads
+    _began_s: float = 0.0  #: the first of these
+    _ticking: bool = False
+    _since: _Clocks = field(default_factory=lambda: _Clocks.now())  #: when the tick was set
+    _longest_s: float = 0.0
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Around the wait for a call that runs in a thread."""
+        """Around the wait for a call that runs in a thread. Costs a microsecond: ticks outlive the calls."""
         self._running += 1
         if self._running == 1:
-            self._set()
+            self._began_s = time.monotonic()
+            if not self._ticking:
+                self._tick()
         try:
             yield
         finally:
-            self._running -= 1
-            if not self._running and self._tick is not None:
-                self._tick.cancel()
+            if time.monotonic() - self._since.wall_s > TICK_S + BLOCKED_S:  # the tick is late, and comes behind this
                 self._look()
+            self._running -= 1
 
     def steps(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         """What `call` gives, awaited: to be awaited in its place. Each of its steps is timed."""
@@ -74,20 +76,20 @@ class Watch:
                 "event_loop_blocked", key=self.key, plugin=self.name, held_ms=round(seconds * 1e3), remedy=remedy
             )
 
-    def _set(self) -> None:
-        self._since = _Clocks.now()
-        self._tick = asyncio.get_running_loop().call_later(TICK_S, self._ticked)
-
-    def _ticked(self) -> None:
-        self._look()
-        self._set()
+    def _tick(self) -> None:
+        if self._ticking:
+            self._look()
+        self._ticking = bool(self._running)
+        if self._ticking:
+            self._since = _Clocks.now()
+            asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _look(self) -> None:
-        assert self._since is not None
-        now = _Clocks.now()
-        late_s = now.wall_s - self._since.wall_s - TICK_S
-        others_s = (now.process_s - self._since.process_s) - (now.thread_s - self._since.thread_s)
-        if others_s >= late_s / 2:
+        """Has the tick come late, while a call ran and other threads worked? From here on it is counted anew."""
+        before, self._since = self._since, _Clocks.now()
+        late_s = self._since.wall_s - max(before.wall_s + TICK_S, self._began_s)
+        others_s = (self._since.process_s - before.process_s) - (self._since.thread_s - before.thread_s)
+        if self._running and others_s >= late_s / 2:
             self.held(late_s)
 
 
