@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.config import LimitsSpec, ModelSpec
-from tensorferry.stages.adapters.base import ItemInfo, Load, Out
-from tensorferry.stages.processors.base import Plan
+from tensorferry import ItemInfo, LimitsSpec, Load, ModelSpec, Out, Plan, View
 
 #: 256 patches of 1,024 float32 values: a feature of 1 MiB. 64 rows of 1,024 float16 values: embeddings of 128 KiB.
 PLAN = Plan("image", (1, 16, 16), (256, 1024), "float32", 64, size=(600, 400))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from tensorferry.codecs.errors import ConfigError, DeploymentError
-from tensorferry.pipeline.config import Deployment, load, require_available, resolved
+from tensorferry.codecs.errors import UNPLACED, ConfigError, DeploymentError
+from tensorferry.pipeline.config import Check, Deployment, load, placed, require_available, resolved
 from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.migration import Deprecation, Tell
 from tensorferry.pipeline.spans import require_installed
-from tensorferry.stages.adapters.registry import check_model, supports_cuda_vmm_feature_transport
-from tensorferry.stages.engines.registry import check_engine
+from tensorferry.stages.adapters.registry import check_model, import_adapter, supports_cuda_vmm_feature_transport
+from tensorferry.stages.engines.registry import check_engine, import_engine
 from tensorferry.stages.pairing import check_pairs
-from tensorferry.stages.processors.registry import make_processor
+from tensorferry.stages.processors.registry import check_processor, import_processor, largest_item_nbytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,40 +43,90 @@ def load_deployment(
     *,
     environ: Mapping[str, str] = os.environ,
     tell: Tell = lambda deprecation: None,
+    plugins: bool = False,
     with_vocabulary: bool = False,
+    more: Sequence[Check] = (),
 ) -> Deployment:
     """The deployment of FILE with its settings, checked against the processors, adapters and engines there are.
 
-    environ: where deprecated variables are read. tell: hears of every deprecated setting. with_vocabulary: read
-    `tokenizer.vocabulary` too, which takes half a second for a large one; tokenizers find out anyway. Raises
-    ConfigError; imports no torch.
+    environ: where deprecated variables are read. tell: hears of every deprecated setting. plugins: import plug-ins for
+    what only they know: how large an item is, and whether the model has opted in to cuda_vmm. Without, no code of
+    theirs runs: a command that starts nothing needs none. with_vocabulary: read `tokenizer.vocabulary` too, which takes
+    half a second for a large one; tokenizers find out anyway. more: further checks. Raises ConfigError, which names
+    all mistakes; imports no torch, unless a plug-in does.
     """
-    check = _check_with_vocabulary if with_vocabulary else _check
-    return load(file, settings, environ=environ, tell=tell, check=check, largest_item_nbytes=_largest_item_nbytes)
+    checks: list[Check] = [
+        (("tokenizer",), lambda made: check_processor(made.tokenizer.processor, made.tokenizer.options)),
+        (("model",), lambda made: check_model(made.model)),
+        (("scheduler",), lambda made: check_engine(made.scheduler)),
+        (("tokenizer", "model", "scheduler"), check_pairs),
+        (("telemetry",), _check_spans),
+        (("transport", "model"), partial(_check_opted_in, plugins=plugins)),
+        *more,
+    ]
+    if with_vocabulary:
+        checks.append((("tokenizer",), _check_vocabulary))
+    sizes = partial(_largest_item_nbytes, plugins=plugins)
+    return load(file, settings, environ=environ, tell=tell, checks=checks, largest_item_nbytes=sizes)
 
 
-def _check(deployment: Deployment) -> None:
-    check_model(deployment.model)
-    check_engine(deployment.scheduler)
-    check_pairs(deployment)
+@contextmanager
+def placing(file: Path, settings: Sequence[str]) -> Iterator[None]:
+    """A ConfigError by one who knows the key and not the file leaves the block with file and line."""
+    try:
+        yield
+    except ConfigError as problem:
+        raise placed(problem, file, settings) from problem
+
+
+def _check_spans(deployment: Deployment) -> None:
     if deployment.telemetry.otlp_endpoint is not None:
         require_installed()
+
+
+def _check_opted_in(deployment: Deployment, plugins: bool) -> None:
     adapter = deployment.model.adapter
-    if deployment.transport == "cuda_vmm" and not supports_cuda_vmm_feature_transport(adapter):
+    if deployment.transport != "cuda_vmm" or (":" in adapter and not plugins):
+        return
+    if not supports_cuda_vmm_feature_transport(adapter):
         problem = f"cuda_vmm needs a model that has opted in, and {adapter} has not; use cuda_ipc, shm, cpu or auto"
-        raise ConfigError("deployment", None, "transport", problem)
+        raise ConfigError(UNPLACED, None, "transport", problem)
 
 
-def _check_with_vocabulary(deployment: Deployment) -> None:
-    _check(deployment)
+def _check_vocabulary(deployment: Deployment) -> None:
     from tensorferry.stages.processors.text import TextEncoder  # its library is slow to import, and seldom needed here
 
     TextEncoder.from_file(deployment.tokenizer.vocabulary)
 
 
-def _largest_item_nbytes(deployment: Deployment) -> int:
+def _largest_item_nbytes(deployment: Deployment, plugins: bool) -> int:
     tokenizer = deployment.tokenizer
-    return make_processor(tokenizer.processor, tokenizer.options, deployment.limits).largest_item_nbytes()
+    if ":" in tokenizer.processor and not plugins:
+        return 0
+    return largest_item_nbytes(tokenizer.processor, tokenizer.options, deployment.limits)
+
+
+def _plugins_of(deployment: Deployment) -> dict[str, str]:
+    """The plug-ins that a deployment names, by key."""
+    named = {
+        "tokenizer.processor": deployment.tokenizer.processor,
+        "model.adapter": deployment.model.adapter,
+        "scheduler.engine": deployment.scheduler.engine,
+    }
+    return {key: reference for key, reference in named.items() if ":" in reference}
+
+
+#: What looks into a plug-in: into each, whatever is wrong with the others.
+_IMPORTS: tuple[Check, ...] = (
+    (("tokenizer",), lambda made: _import(made, "tokenizer.processor", import_processor)),
+    (("model",), lambda made: _import(made, "model.adapter", import_adapter)),
+    (("scheduler",), lambda made: _import(made, "scheduler.engine", import_engine)),
+)
+
+
+def _import(deployment: Deployment, key: str, importer: Callable[[str], object]) -> None:
+    if reference := _plugins_of(deployment).get(key):
+        importer(reference)
 
 
 @click.group()
@@ -85,14 +137,21 @@ def command() -> None:
 @command.command()
 @file_argument
 @set_option
-def check(file: Path, settings: tuple[str, ...]) -> None:
-    """Say whether FILE is a sound deployment.
+@click.option("--no-import", is_flag=True, help="Import no plug-in: none of its code runs.")
+def check(file: Path, settings: tuple[str, ...], no_import: bool) -> None:
+    """Say whether FILE is a sound deployment; plug-ins that it names are imported: processor, adapter and engine.
 
-    Exit status 2 where it is not, with the file, line and key to blame.
+    Exit status 2 where it is not, with the file, line and key to blame, a line for each mistake.
     """
     notes: list[Deprecation] = []
-    deployment = load_deployment(file, settings, tell=notes.append, with_vocabulary=True)
+    more = () if no_import else _IMPORTS
+    deployment = load_deployment(
+        file, settings, tell=notes.append, plugins=not no_import, with_vocabulary=True, more=more
+    )
     click.echo(f"{click.format_filename(file)}: ok")
+    if no_import and (named := _plugins_of(deployment)):
+        them = ", ".join(f"{key}: {reference}" for key, reference in named.items())
+        click.echo(f"note: --no-import: not imported, so not checked: {them}")
     for note in notes:
         click.echo(f"note: {note}")
     try:

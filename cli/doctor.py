@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.transport import wanted_by
 from tensorferry.codecs.checkup import Check, checkup
 from tensorferry.codecs.errors import ConfigError
@@ -66,7 +67,8 @@ def command(ctx: click.Context, as_json: bool, file: Path | None, settings: tupl
     if settings and file is None:
         raise click.UsageError("--set changes a deployment file; give one with --config")
     deployment = load_deployment(file, settings) if file is not None else None
-    report = examine(gather(os.environ), deployment, str(file))
+    with placing(file, settings) if file is not None else nullcontext():
+        report = examine(gather(os.environ), deployment, str(file))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
     else:

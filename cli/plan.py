@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.replay import PLAIN_WIDTH, Sizer, speed_option
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_options
@@ -39,7 +39,7 @@ from tensorferry.pipeline.replay.visits import measured as visits_of_run
 from tensorferry.pipeline.replay.whole import write_whole
 from tensorferry.pipeline.replay.window import Moment, Window
 from tensorferry.stages.assignment import owners
-from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor
 
 _BAR = 40
@@ -112,7 +112,9 @@ def command(
         raise click.BadParameter("a plan needs times, and max has none", ctx, param_hint="--speed")
     else:
         stations = _stations(deployment, processing_ms, encoding_ms)
-        arrivals = _arrivals(recording, deployment, speed, Window(start, end), limit, seed, media_roots)
+        with placing(file, settings):
+            processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
+        arrivals = _arrivals(recording, processor, speed, Window(start, end), limit, seed, media_roots)
         visits = given(
             list(arrivals),
             stations,
@@ -225,7 +227,7 @@ def _stations(deployment: Deployment, processing_ms: float, encoding_ms: float) 
 
 def _arrivals(
     recording: Recording,
-    deployment: Deployment,
+    processor: Processor,
     speed: Speed,
     window: Window,
     limit: int | None,
@@ -234,7 +236,6 @@ def _arrivals(
 ) -> Iterator[Arrival]:
     """What a replay would send, as far as pools are concerned."""
     trace = load(recording, window=window, limit=limit)
-    processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
     model = image_model("modserve", seed)
     sizer, tokens = Sizer(processor), TokenSource(1, (), seed)
     prepared = prepare(trace, load_photos(None), sizer, tokens, seed=seed, model=model, roots=roots)

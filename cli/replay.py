@@ -14,7 +14,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.outfile import OutFolder, make_folder
 from tensorferry.cli.report import write_pages
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_of, window_options
@@ -141,9 +141,11 @@ def command(
         raise click.BadParameter(str(problem), ctx, param_hint="--image-model") from None
     recording = opened(trace, rate, keys, seed, scheduled=speed.ratio is not None)
     recorded = load(recording, window=window, limit=limit, failures=failures == "keep", strict=strict)
-    text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
+    with placing(file, settings):
+        text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
+        tokenizer = deployment.tokenizer
+        sizer = Sizer(make_processor(tokenizer.processor, tokenizer.options, deployment.limits))
     tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
-    sizer = Sizer(make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits))
     if concurrency is None and speed.ratio is None:
         concurrency = deployment.tokenizer.workers * deployment.limits.in_flight_requests
     setup = Setup(

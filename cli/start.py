@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.config import ranks_of, require_available
-from tensorferry.pipeline.lifecycle import Tether, run_process
+from tensorferry.pipeline.lifecycle import Stop, Tether, run_process
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import DRAIN_ORDER, digest
 
@@ -38,7 +38,8 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         deployment, _ = load_to_run(file, settings, stage=stage, rank=rank)
     else:  # the supervisor has decided, and told its log
         deployment = load_deployment(file, settings)
-        require_available(deployment)
+        with placing(file, settings):
+            require_available(deployment)
         telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
     ranks = ranks_of(deployment)[stage]
     if not 0 <= rank < ranks:
@@ -52,8 +53,13 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
     if deployment.transport == "auto":  # under a supervisor that is not ours
         deployment = settle(deployment)
     main = import_module(f"tensorferry.stages.{stage}").main
+
+    async def run(stop: Stop) -> None:
+        with placing(file, settings):  # what processor, adapter or engine says of its options and files
+            await main(deployment, rank, stop)
+
     status = run_process(
-        lambda stop: main(deployment, rank, stop),
+        run,
         name=f"{stage}-{rank}",
         drain_s=deployment.timeouts.drain_s,
         tether=tether,

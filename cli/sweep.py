@@ -107,7 +107,7 @@ def command(
     except ValueError as problem:
         raise click.BadParameter(str(problem), ctx, param_hint="--set") from None
     for version in versions:
-        load_deployment(file, version.settings)  # all of them are sound before the first one runs
+        load_deployment(file, version.settings, plugins=True)  # all of them are sound before the first one runs
     _check_options(ctx, trace, file, out, options)
     make_folder(out)
     if any(out.iterdir()):

@@ -9,15 +9,13 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from tensorferry.cli.config import load_deployment
-from tensorferry.codecs.errors import ConfigError
+from tensorferry.cli.config import load_deployment, placing
 from tensorferry.codecs.facts import Facts
 from tensorferry.codecs.probe import gather
 from tensorferry.codecs.transport import GPU_TRANSPORTS, Decision, Wanted, decide, startup_fields
 from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.config import Deployment, names_gpus, require_available
 from tensorferry.pipeline.migration import Deprecation
-from tensorferry.pipeline.yamlfile import apply_overrides, read
 from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
 
 log = structlog.get_logger()
@@ -33,15 +31,13 @@ def load_to_run(
     Raises ConfigError.
     """
     deprecations: list[Deprecation] = []
-    deployment = load_deployment(file, settings, environ=environ, tell=deprecations.append)
+    deployment = load_deployment(file, settings, environ=environ, tell=deprecations.append, plugins=True)
     telemetry.configure(deployment.telemetry, **bound)
     for deprecation in deprecations:
         log.warning("setting_deprecated", old=deprecation.old, new=deprecation.new, outcome=deprecation.outcome)
-    try:
+    with placing(file, settings):
         require_available(deployment)
         decided = settle(deployment, environ)
-    except ConfigError as problem:  # raised by one who knows the key, not the file
-        raise apply_overrides(read(file), settings).error(problem.problem, (problem.key,)) from problem
     changed: dict[str, str] = {}
     if decided.transport != deployment.transport:
         changed["transport"] = decided.transport

@@ -6,6 +6,8 @@ makes the sentence. `RequestError` is the client's fault and is never worth a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FerryError(Exception):
     """Something a user of tensorferry can be told about."""
@@ -72,6 +74,9 @@ class LethalRequest(RequestError):
 # --- configuration, start-up ---------------------------------------------------------------------------
 
 
+UNPLACED = "deployment"  #: the `file` of a ConfigError by one who knows the key alone; who holds the file fills it in
+
+
 class ConfigError(FerryError):
     """A deployment file says something impossible: `file:line: key: problem`."""
 
@@ -82,6 +87,32 @@ class ConfigError(FerryError):
     def __str__(self) -> str:
         where = self.file if self.line is None else f"{self.file}:{self.line}"
         return f"{where}: {self.key}: {self.problem}" if self.key else f"{where}: {self.problem}"
+
+    @property
+    def each(self) -> tuple[ConfigError, ...]:
+        """Every mistake that was found, this one the first."""
+        return (self,)
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes of one deployment file, a line each; `file`, `line`, `key` and `problem` are of the first."""
+
+    def __init__(self, *found: ConfigError) -> None:
+        super().__init__(found[0].file, found[0].line, found[0].key, found[0].problem)
+        self.args = found
+        self._found = found
+
+    def __str__(self) -> str:
+        return "\n".join(dict.fromkeys(map(str, self._found)))
+
+    @property
+    def each(self) -> tuple[ConfigError, ...]:
+        return self._found
+
+
+def all_of(found: Sequence[ConfigError]) -> ConfigError:
+    """One error for one mistake or more."""
+    return found[0] if len(found) == 1 else ConfigErrors(*found)
 
 
 class ReportError(FerryError):
@@ -144,7 +175,7 @@ class UnsupportedDtype(ProtocolError):
     """A tensor whose dtype is not on the table of `tensors.py`, or not one of numpy's where an array is wanted."""
 
     def __init__(
-        self, dtype: str, problem: str = "cannot be ferried; see tensorferry.codecs.tensors.DTYPES for those that can"
+        self, dtype: str, problem: str = "cannot be ferried; see tensorferry.DTYPES for those that can"
     ) -> None:
         super().__init__(dtype, problem)
         self.dtype, self.problem = dtype, problem

@@ -6,17 +6,33 @@ never something less (promises P1-P4, P7; docs/transports.md explains the policy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Literal
 
 import msgspec
 
-from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.errors import UNPLACED, ConfigError
 from tensorferry.codecs.facts import CudaFacts, Facts
 
 Transport = Literal["cpu", "shm", "cuda_ipc", "cuda_vmm"]
 TRANSPORTS: tuple[Transport, ...] = ("cpu", "shm", "cuda_ipc", "cuda_vmm")
 GPU_TRANSPORTS = frozenset({"cuda_ipc", "cuda_vmm"})
+
+_ON_GPU = (
+    "for tensors in GPU memory write cuda_ipc, or cuda_vmm, whose pools grow and shrink; auto decides by the machine"
+)
+_FAR = "tensors travel within one machine: write cuda_ipc or cuda_vmm for GPU memory, shm for host memory, or cpu"
+_IN_HOST = "for shared host memory write shm"
+_INLINE = "to send tensors within the messages write cpu"
+#: What others call a transport, without dashes and underscores -> what to write instead.
+TRANSPORTS_MEANT: Mapping[str, str] = {
+    **dict.fromkeys(("gpu", "cuda", "gpumemory", "device", "vram", "hbm", "nccl", "nvlink", "p2p"), _ON_GPU),
+    **dict.fromkeys(("ipc", "gpuipc"), "write cuda_ipc for GPU memory, shm for host memory"),
+    **dict.fromkeys(("vmm", "fabric", "elastic", "cumem"), "write cuda_vmm"),
+    **dict.fromkeys(("rdma", "gdr", "ib", "infiniband", "roce", "ucx", "nixl", "mooncake", "efa"), _FAR),
+    **dict.fromkeys(("sharedmemory", "shmem", "memfd", "posix", "mmap", "host", "hostmemory"), _IN_HOST),
+    **dict.fromkeys(("inline", "message", "messages", "zmq", "zeromq", "tcp", "socket", "none", "off"), _INLINE),
+}
 
 #: What this version can run. The one place to change when a transport arrives.
 AVAILABLE: frozenset[Transport] = frozenset({"cpu", "shm", "cuda_ipc", "cuda_vmm"})
@@ -67,7 +83,7 @@ def decide(wanted: Wanted, facts: Facts, available: Set[Transport] = AVAILABLE) 
     refusal = obstacle(wanted.transport, wanted, facts) or not_yet(wanted.transport, available)
     if refusal is not None:
         problem = f"{refusal.rung} will not work here: {refusal}"
-        raise ConfigError("deployment", None, "transport", problem)
+        raise ConfigError(UNPLACED, None, "transport", problem)
     if not wanted.multimodal:
         return _without_pool(TEXT_ONLY, (), wanted)
     return _taken(wanted.transport, "the deployment file asks for it", (), wanted, facts)

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.errors import UNPLACED, ConfigError
 from tensorferry.codecs.memory.cuda_driver import HandleKind
-from tensorferry.codecs.transport import GPU_TRANSPORTS, not_yet
+from tensorferry.codecs.transport import GPU_TRANSPORTS, TRANSPORTS_MEANT, not_yet
 from tensorferry.pipeline.contradictions import contradictions
 from tensorferry.pipeline.document import OVERRIDE, Document
 from tensorferry.pipeline.migration import Tell, migrated
@@ -141,7 +141,9 @@ class TelemetrySpec(Spec, frozen=True):
 
 class Deployment(Spec, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=200)]
-    transport: Literal["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"] = "auto"
+    transport: Annotated[
+        Literal["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"], Meta(extra={"spellings": TRANSPORTS_MEANT})
+    ] = "auto"
     gpus: bool = True  #: False: no stage works on a GPU, whatever `devices` it has
     nodes: Positive = 1
     pp_size: Positive = 1  #: pipeline-parallel size of the engine behind the schedulers; cuda_vmm needs 1
@@ -162,42 +164,58 @@ class Deployment(Spec, frozen=True):
     telemetry: TelemetrySpec = TelemetrySpec()
 
 
+#: Sections of a deployment file, and what raises ConfigError, with key and problem, where they are wrong. It is not
+#: asked where one of them has another mistake: what it would say might be a consequence of that.
+Check = tuple[tuple[str, ...], Callable[[Deployment], None]]
+
+
 def load(
     path: Path | str,
     settings: Sequence[str] = (),
     *,
     environ: Mapping[str, str] = MappingProxyType({}),
     tell: Tell = lambda deprecation: None,
-    check: Callable[[Deployment], None] = lambda deployment: None,
+    checks: Sequence[Check] = (),
     largest_item_nbytes: Callable[[Deployment], int] = lambda deployment: 0,
 ) -> Deployment:
     """The deployment in a YAML file, with `KEY=VALUE` settings over it, checked as a whole, its paths absolute.
 
     environ: where deprecated variables are looked for (see `migration`); none by default.
     tell: hears of every deprecated setting that was found.
-    check: raises ConfigError, with key and problem, for what only the layers above know (is there such an adapter?).
+    checks: for what only the layers above know (is there such an adapter?).
     largest_item_nbytes: bytes of the largest pixel tensor that the deployment's processor makes of one item.
     Relative paths start at the file's folder; those given by a setting, at the current one.
-    Raises ConfigError naming file (or `--set`), line, key, value and remedy.
+    Raises ConfigError, which names all mistakes: each with file (or `--set`), line, key, value and remedy. Where the
+    text is not YAML, it names the first place that is none.
     """
-    document = migrated(apply_overrides(read(Path(path)), settings), environ, tell)
-    deployment = _with_paths(document, document.decode(Deployment))
+    document = migrated(apply_overrides(read(Path(path), lenient=True), settings), environ, tell)
+    deployment = _with_paths(document, document.decode(Deployment, lenient=True))
     for problem, keys in contradictions(deployment, _processes(deployment)):
-        raise document.error(problem, *keys)
-    try:
-        check(deployment)
-        nbytes = largest_item_nbytes(deployment)
-    except ConfigError as problem:  # raised by one who knows the key, not the file
-        raise document.error(problem.problem, tuple(problem.key.split("."))) from problem
-    if nbytes > deployment.limits.request_mb * MIB:
-        raise document.error(
-            f"the largest item has a pixel tensor of {nbytes} bytes, which the inline limit, limits.request_mb: "
-            f"{deployment.limits.request_mb}, cannot carry; raise limits.request_mb to {-(-nbytes // MIB)} or more, "
-            "or allow fewer pixels in tokenizer.options",
-            ("limits", "request_mb"),
-            ("tokenizer", "options"),
-        )
+        if not any(map(document.is_faulty, keys)):
+            document.blame(document.error(problem, *keys))
+
+    def check_size(deployment: Deployment) -> None:
+        nbytes, most_mb = largest_item_nbytes(deployment), deployment.limits.request_mb
+        if nbytes > most_mb * MIB:
+            raise document.error(
+                f"the largest item has a pixel tensor of {nbytes} bytes, which the inline limit, limits.request_mb: "
+                f"{most_mb}, cannot carry; raise limits.request_mb to {-(-nbytes // MIB)} or more, "
+                "or allow fewer pixels in tokenizer.options",
+                ("limits", "request_mb"),
+                ("tokenizer", "options"),
+            )
+
+    for sections, check in (*checks, (("tokenizer", "limits"), check_size)):
+        if not any(document.is_faulty((section,)) for section in sections):
+            with document.blaming():
+                check(deployment)
+    document.check()
     return deployment
+
+
+def placed(problem: ConfigError, file: Path | str, settings: Sequence[str] = ()) -> ConfigError:
+    """The error of one who knows the key and not the file, with file and line."""
+    return apply_overrides(read(Path(file)), settings).placed(problem)
 
 
 def ranks_of(deployment: Deployment) -> dict[str, int]:
@@ -259,12 +277,11 @@ def _share_mb(deployment: Deployment, budget_mb: int, processes: int) -> int:
 
 def require_available(deployment: Deployment) -> None:
     """Raise ConfigError for what is well-formed but comes with a later version of tensorferry."""
-    where = f"deployment {deployment.name}"
     if deployment.transport != "auto" and (later := not_yet(deployment.transport)) is not None:
-        raise ConfigError(where, None, "transport", str(later))
+        raise ConfigError(UNPLACED, None, "transport", str(later))
     if deployment.nodes > 1:
         problem = f"{deployment.nodes} nodes come with a later version; use 1 until then"
-        raise ConfigError(where, None, "nodes", problem)
+        raise ConfigError(UNPLACED, None, "nodes", problem)
 
 
 def _processes(d: Deployment) -> int:
@@ -272,26 +289,30 @@ def _processes(d: Deployment) -> int:
 
 
 def _with_paths(document: Document, d: Deployment) -> Deployment:
-    """The deployment with absolute paths, those that must exist checked."""
+    """The deployment with absolute paths, those that must exist checked; mistakes are noted in the document."""
     folder = Path(document.file).parent
+
+    def blame(problem: str, *keys: str) -> None:
+        document.blame(document.error(problem, keys), keys)
 
     def absolute(given: str | None, *keys: str) -> str | None:
         if given is None:
             return None
         if not given or given.startswith("~") or "\0" in given:
-            raise document.error(f"{given!a} is not a path; write it in full (~ is not expanded)", keys)
+            blame(f"{given!a} is not a path; write it in full (~ is not expanded)", *keys)
+            return None
         place = document.places[keys]
         return os.path.abspath(given if place.file == OVERRIDE else folder / given)
 
     path = absolute(d.model.path, "model", "path")
     vocabulary = absolute(d.tokenizer.vocabulary, "tokenizer", "vocabulary")
     if path is not None and not os.path.exists(path):
-        raise document.error(f"{path} does not exist; name a checkpoint directory or file", ("model", "path"))
+        blame(f"{path} does not exist; name a checkpoint directory or file", "model", "path")
     keys = absolute(d.security.keys, "security", "keys")
     if keys is not None and not os.path.isdir(keys):
-        raise document.error(f"{keys} is not a folder; `tensorferry keys new {keys}` makes it", ("security", "keys"))
+        blame(f"{keys} is not a folder; `tensorferry keys new {keys}` makes it", "security", "keys")
     if vocabulary is not None and not os.path.isfile(vocabulary):
-        raise document.error(f"{vocabulary} is not a file; name a tokenizer.json", ("tokenizer", "vocabulary"))
+        blame(f"{vocabulary} is not a file; name a tokenizer.json", "tokenizer", "vocabulary")
     return msgspec.structs.replace(
         d,
         model=msgspec.structs.replace(d.model, path=path),

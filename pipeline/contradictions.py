@@ -34,7 +34,7 @@ def contradictions(d: Deployment, processes: int) -> Iterator[tuple[str, list[Ke
             yield (
                 f"{budget_mb} MiB over {ranks} {'.'.join(sharers)} leaves less than {least_mb} MiB for each; raise "
                 f"the budget to {ranks * least_mb} or more, or start fewer",
-                [(pool, "budget_mb"), sharers],
+                [(pool, "budget_mb"), sharers, ("transport",)],
             )
     if d.limits.item_mb > d.limits.request_mb:
         yield (

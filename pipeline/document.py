@@ -9,18 +9,20 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.errors import UNPLACED, ConfigError, all_of
 
 Keys = tuple[str | int, ...]  #: ("pool", "budget_mb"); positions in a list are numbers
 T = TypeVar("T", bound=msgspec.Struct)
 
 OVERRIDE = "--set"  #: stands where a file's name would, for what was given on the command line
 SHOWN = 80  #: characters of a user's text that an error repeats
+MOST_MISTAKES = 100  #: that are named of one document
 
 _WORDS = {
     "int": "a whole number",
@@ -43,11 +45,50 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A mapping, and the place of every key in it."""
+    """A mapping, and the place of every key in it; and the mistakes found so far, so that all are told at once."""
 
     file: str
-    data: dict[str, Any]
+    data: dict[str, Any]  #: less what is faulty
     places: Mapping[Keys, Place]
+    mistakes: list[ConfigError] = field(default_factory=list)
+    faulty: set[Keys] = field(default_factory=set)  #: keys whose values are not known, because of a mistake
+
+    def blame(self, mistake: ConfigError, *faulty: Keys) -> None:
+        """Note a mistake, or the several that it is made of, and the keys whose values are not known for it."""
+        self.faulty.update(faulty)
+        self.mistakes.extend(mistake.each[: MOST_MISTAKES - len(self.mistakes)])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more mistakes are looked for: a file may have a hundred thousand."""
+        return len(self.mistakes) >= MOST_MISTAKES
+
+    def is_faulty(self, keys: Keys) -> bool:
+        """Whether a value at, above or below these keys is not known."""
+        return any(one[: len(keys)] == keys or keys[: len(one)] == one for one in self.faulty)
+
+    def placed(self, problem: ConfigError) -> ConfigError:
+        """An error by one who knows the key and not the file (`UNPLACED`), with file and line; any other as it is."""
+        found = [
+            self.error(one.problem, tuple(one.key.split("."))) if one.file == UNPLACED else one for one in problem.each
+        ]
+        return all_of(found)
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """A ConfigError that is raised inside the block is noted, with its place, and goes no further."""
+        try:
+            yield
+        except ConfigError as problem:
+            self.blame(self.placed(problem), *(tuple(one.key.split(".")) for one in problem.each))
+
+    def check(self) -> None:
+        """Raise ConfigError for all mistakes that were noted: those of the file by line, then the others."""
+        if self.mistakes:
+            found = sorted(self.mistakes, key=lambda one: (one.file != self.file, one.line or 0))
+            if self.is_full:
+                found.append(ConfigError(self.file, None, "", f"only the first {MOST_MISTAKES} mistakes are named"))
+            raise all_of(found)
 
     def error(self, problem: str, *keys: Keys) -> ConfigError:
         """A complaint about the first of `keys` that was really given; what `--set` gave comes before the file's."""
@@ -70,9 +111,16 @@ class Document:
         meaning = {str: " (text)", type(None): " (null)"}.get(type(value), "")
         return short(spelling) + meaning if spelling else "nothing"
 
-    def decode(self, kind: type[T]) -> T:
-        """The document as `kind`, strictly: no unknown keys, no conversions but int to float. Raises ConfigError."""
-        return _Decoder(self, kind).struct(kind, self.data, ())
+    def decode(self, kind: type[T], *, lenient: bool = False) -> T:
+        """The document as `kind`, strictly: no unknown keys, no conversions but int to float. Raises ConfigError.
+
+        lenient: note mistakes and raise nothing; in place of what is faulty there are defaults, and of a required key
+        an empty text, until `check` raises.
+        """
+        decoded = _Decoder(self, kind).struct(kind, self.data, ())
+        if not lenient:
+            self.check()
+        return decoded
 
 
 def dotted(keys: Keys) -> str:
@@ -95,30 +143,46 @@ class _Decoder:
 
     def struct(self, kind: type[T], data: dict[str, Any], keys: Keys) -> T:
         fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-        values = {}
+        values: dict[str, Any] = {}
         for key, value in data.items():
             here = (*keys, key)
+            if self.document.is_full:
+                break
             if key not in fields:
                 problem = f"unknown key, given {self.document.shown(here, value)}; {self.suggestion(key, list(fields))}"
-                raise self.document.error(problem, here)
-            values[fields[key].name] = self.value(fields[key].type, value, here)
-        for name, field in fields.items():
-            if field.required and name not in data:
-                raise self.document.error(f"missing; add `{name}: ...`", (*keys, name))
+                self.document.blame(self.document.error(problem, here))
+                continue
+            try:
+                values[fields[key].name] = self.value(fields[key].type, value, here)
+            except ConfigError as mistake:
+                self.document.blame(mistake, here)
+        for name, one in fields.items():
+            if one.required and one.name not in values:
+                values[one.name] = ""
+                if not self.document.is_faulty(here := (*keys, name)):
+                    self.document.blame(self.document.error(f"missing; add `{name}: ...`", here), here)
         return kind(**values)
 
     def value(self, kind: Any, value: Any, keys: Keys) -> Any:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             return self.struct(kind, value, keys)
         if get_origin(kind) is dict and isinstance(value, dict):
-            inner = get_args(kind)[1]
-            return {key: self.value(inner, one, (*keys, key)) for key, one in value.items()}
+            return self.table(get_args(kind)[1], value, keys)
         try:
             return msgspec.convert(value, kind, strict=True)
         except msgspec.ValidationError as problem:
             wanted, remedy = _wanted(kind, value, str(problem))
             shown = self.document.shown(keys, value)
             raise self.document.error(f"expected {wanted}, got {shown}{remedy}", keys) from None
+
+    def table(self, kind: Any, data: dict[str, Any], keys: Keys) -> dict[str, Any]:
+        found = {}
+        for key, value in data.items():
+            try:
+                found[key] = self.value(kind, value, (*keys, key))
+            except ConfigError as mistake:
+                self.document.blame(mistake, (*keys, key))
+        return found
 
     def suggestion(self, key: str, known: list[str]) -> str:
         if near := difflib.get_close_matches(key, known, n=1):
@@ -129,15 +193,21 @@ class _Decoder:
 
 
 def _known(kind: type[msgspec.Struct], keys: Keys) -> Iterator[Keys]:
-    for field in msgspec.structs.fields(kind):
-        yield (*keys, field.encode_name)
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _known(field.type, (*keys, field.encode_name))
+    for one in msgspec.structs.fields(kind):
+        yield (*keys, one.encode_name)
+        if isinstance(one.type, type) and issubclass(one.type, msgspec.Struct):
+            yield from _known(one.type, (*keys, one.encode_name))
 
 
 def _wanted(kind: Any, value: Any, problem: str) -> tuple[str, str]:
     """What msgspec's complaint says it wanted, in our words, and the remedy ("" where that is plain)."""
+    spellings: Mapping[str, str] = {}
+    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is Literal:
+        kind, meta = get_args(kind)
+        spellings = (meta.extra or {}).get("spellings", {})
     if get_origin(kind) is Literal:
+        if remedy := spellings.get(re.sub(r"[-_ ]", "", str(value).lower())):
+            return f"one of {', '.join(map(str, get_args(kind)))}", f"; {remedy}"
         choices = [str(choice) for choice in get_args(kind)]
         near = difflib.get_close_matches(str(value), choices, n=1)
         return f"one of {', '.join(choices)}", f"; did you mean {near[0]}?" if near else ""

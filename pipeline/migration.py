@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensorferry.codecs.errors import ConfigError
@@ -39,13 +39,16 @@ Tell = Callable[[Deprecation], object]
 def migrated(document: Document, environ: Mapping[str, str], tell: Tell) -> Document:
     """The document with old settings in their new places, where nothing is said there yet.
 
-    environ: only the variables of `ALIASES` are looked at. Raises ConfigError for a value that is none, and for
-    `keep_mm_feature_on_device` beside an explicit cuda_vmm.
+    environ: only the variables of `ALIASES` are looked at. A value that is none, and `keep_mm_feature_on_device` beside
+    an explicit cuda_vmm, are noted as mistakes in the document.
     """
     document = _without_keep(document, tell)
     for name, (keys, read) in ALIASES.items():
         if text := environ.get(name, "").strip():
-            document = _with_alias(document, name, text, keys, read(name, text), tell)
+            try:
+                document = _with_alias(document, name, text, keys, read(name, text), tell)
+            except ConfigError as mistake:
+                document.blame(mistake, keys)
     return document
 
 
@@ -56,15 +59,18 @@ def _without_keep(document: Document, tell: Tell) -> Document:
     place = document.places.get((KEEP,), Place(document.file, None))
     data = {key: value for key, value in document.data.items() if key != KEEP}
     keep, transport = document.data[KEEP], data.get("transport")
-    without = Document(document.file, data, {keys: at for keys, at in document.places.items() if keys != (KEEP,)})
+    without = replace(document, data=data, places={k: at for k, at in document.places.items() if k != (KEEP,)})
     if not isinstance(keep, bool):
         problem = f"expected true or false, got {document.shown((KEEP,), keep)}; or leave it out, it is deprecated"
-        raise document.error(problem, (KEEP,))
+        document.blame(document.error(problem, (KEEP,)))
+        return without
     if not keep:
         tell(Deprecation(f"{KEEP}: false", "transport: cpu or shm", "without effect"))
         return without
     if transport == "cuda_vmm":
-        raise document.error("is deprecated, and means nothing beside transport: cuda_vmm; remove it", (KEEP,))
+        problem = "is deprecated, and means nothing beside transport: cuda_vmm; remove it"
+        document.blame(document.error(problem, (KEEP,)))
+        return without
     if transport is not None:
         outcome = "without effect" if transport == "cuda_ipc" else f"overruled by transport: {short(str(transport))}"
         tell(Deprecation(f"{KEEP}: true", "transport: cuda_ipc", outcome))
@@ -105,7 +111,7 @@ def _with(document: Document, keys: Keys, value: Any, place: Place) -> Document:
         places.setdefault(keys[:depth], place)
         section = section[str(key)]
     section[str(keys[-1])] = value
-    return Document(document.file, data, places | {keys: place})
+    return replace(document, data=data, places=places | {keys: place})
 
 
 # --- the environment

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from tensorferry import __version__
-from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.errors import UNPLACED, ConfigError
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.telemetry import Counters
 
@@ -55,7 +55,7 @@ def require_installed() -> None:
         there = False
     if not there:
         problem = "spans need a package that is not installed: pip install 'tensorferry[otel]', or leave the key away"
-        raise ConfigError("deployment", None, "telemetry.otlp_endpoint", problem)
+        raise ConfigError(UNPLACED, None, "telemetry.otlp_endpoint", problem)
 
 
 _random = random.Random()  # seeded by the kernel; asking it for every id would take a sixth of a request's spans

@@ -54,6 +54,8 @@ COUNTERS = {
     "scrapes_refused": "Connections to the metrics that were no request, hung up, were silent, or too many",
     "messages_crashed": "Messages that brought out a bug; each ended alone",
     "mail_of_a_former_life": "Messages meant for an earlier life of this process",
+    "plugin_blocks": "Times that a processor, adapter or engine held the event loop for 250 ms or longer",
+    "plugin_blocked_ms": "Milliseconds, of these times together, in which nothing else of the process could go on",
     "pool_waits": "Requests that waited for room in the pool",
     "growth_waits": "Requests that waited for an elastic pool to grow",
     "chunks_unmapped": "Times that a chunk of a peer's pool could not be mapped or unmapped",

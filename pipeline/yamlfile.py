@@ -13,7 +13,7 @@ import errno
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,11 @@ _PLAIN: dict[str, tuple[re.Pattern[str], list[str]]] = {
 }
 
 
-def read(path: Path) -> Document:
-    """The one mapping in a UTF-8 YAML file. Raises ConfigError with file, line and, where there is one, key."""
+def read(path: Path, *, lenient: bool = False) -> Document:
+    """The one mapping in a UTF-8 YAML file. Raises ConfigError with file, line and, where there is one, key.
+
+    lenient: mistakes of single keys are noted in the document, which is without these, and not raised.
+    """
     file = str(path)
     try:
         raw = read_regular(path, FILE_NBYTES)
@@ -63,35 +66,54 @@ def read(path: Path) -> Document:
         raise ConfigError(file, None, "", "is empty; a deployment needs at least `name: ...`")
     if not isinstance(data, dict):
         raise ConfigError(file, parser.places[()].line, "", "is not a mapping of `key: value` lines")
-    return Document(file, data, parser.places)
+    document = Document(file, data, parser.places, parser.mistakes, parser.faulty)
+    if not lenient:
+        document.check()
+    return document
 
 
 def apply_overrides(document: Document, settings: Iterable[str]) -> Document:
     """The document with `KEY=VALUE` settings over it: dotted keys, values by the same YAML rules.
 
     An empty VALUE is null. A later setting may refine an earlier one (`pool={slots: 8}`, then
-    `pool.budget_mb=4`) but not undo it. Raises ConfigError naming `--set`; whether a key exists is decided
-    where the document is decoded.
+    `pool.budget_mb=4`) but not undo it. Mistakes are noted in the document, naming `--set`, and raised where it is
+    decoded, where it is also decided whether a key exists.
     """
     data, places = _copied(document.data), dict(document.places)
+    document = replace(document, data=data, places=places)
     for setting in settings:
         name, equals, text = setting.partition("=")
         keys: Keys = tuple(name.strip().split("."))
         if not equals or not all(keys):
-            raise ConfigError(OVERRIDE, None, short(setting), "write it as KEY=VALUE, such as pool.budget_mb=512")
-        if any(place.file == OVERRIDE and given[: len(keys)] == keys for given, place in places.items()):
-            raise ConfigError(OVERRIDE, None, dotted(keys), f"given twice, the second time as {short(text)}")
-        section: Any = data
-        for depth, key in enumerate(keys[:-1], 1):
-            if key not in section:
-                section[key], places[keys[:depth]] = {}, Place(OVERRIDE, None)
-            section = section[key]
-            if not isinstance(section, dict):
-                raise ConfigError(OVERRIDE, None, dotted(keys), f"{dotted(keys[:depth])} is not a section of keys")
-        parser = _Parser(OVERRIDE, text)
-        section[keys[-1]] = parser.parse(keys)
-        places = {given: place for given, place in places.items() if given[: len(keys)] != keys} | parser.places
-    return Document(document.file, data, places)
+            problem = "write it as KEY=VALUE, such as pool.budget_mb=512"
+            document.blame(ConfigError(OVERRIDE, None, short(setting), problem))
+            continue
+        try:
+            _override(document, places, keys, text)
+        except ConfigError as mistake:
+            document.blame(mistake, keys)
+    return document
+
+
+def _override(document: Document, places: dict[Keys, Place], keys: Keys, text: str) -> None:
+    """Put one setting into the document, whose places these are. Raises ConfigError naming `--set`."""
+    if any(place.file == OVERRIDE and given[: len(keys)] == keys for given, place in places.items()):
+        raise ConfigError(OVERRIDE, None, dotted(keys), f"given twice, the second time as {short(text)}")
+    section: Any = document.data
+    for depth, key in enumerate(keys[:-1], 1):
+        if key not in section:
+            section[key], places[keys[:depth]] = {}, Place(OVERRIDE, None)
+        section = section[key]
+        if not isinstance(section, dict):
+            raise ConfigError(OVERRIDE, None, dotted(keys), f"{dotted(keys[:depth])} is not a section of keys")
+    parser = _Parser(OVERRIDE, text)
+    section[keys[-1]] = parser.parse(keys)
+    for mistake in parser.mistakes:
+        document.blame(mistake)
+    document.faulty.update(parser.faulty)
+    for given in [given for given in places if given[: len(keys)] == keys]:
+        del places[given]
+    places.update(parser.places)
 
 
 def emit(data: dict[str, Any]) -> str:
@@ -144,6 +166,8 @@ class _Parser:
     file: str
     text: str
     places: dict[Keys, Place] = field(default_factory=dict)
+    mistakes: list[ConfigError] = field(default_factory=list)  #: of single keys, which are left out
+    faulty: set[Keys] = field(default_factory=set)
 
     def parse(self, keys: Keys) -> Any:
         """The document as dicts, lists and scalars; `keys` is where it stands in the deployment."""
@@ -190,15 +214,25 @@ class _Parser:
             if key_node.tag != _TAG + "str" or not isinstance(key_node, yaml.ScalarNode):
                 spelling = short(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
                 what = f'{spelling}; write "{spelling}"' if spelling else "a list, a mapping or nothing"
-                raise self.error(key_node, keys, f"a key must be text, not {what}")
-            key = self.scalar(key_node, "str", keys)
+                self.mistakes.append(self.error(key_node, keys, f"a key must be text, not {what}"))
+                continue
+            try:
+                key = self.scalar(key_node, "str", keys)
+            except ConfigError as mistake:
+                self.mistakes.append(mistake)
+                continue
             here = (*keys, key)
-            if key in found:
+            if here in self.places:
                 first = self.places[here].line
                 where = f"; first on line {first}" if first else ""
-                raise self.error(key_node, here, f"given twice{where}; remove one of the two")
+                self.mistakes.append(self.error(key_node, here, f"given twice{where}; remove one of the two"))
+                continue
             self.places[here] = self.place(key_node, value_node)
-            found[key] = self.plain(value_node, here)
+            try:
+                found[key] = self.plain(value_node, here)
+            except ConfigError as mistake:
+                self.mistakes.append(mistake)
+                self.faulty.add(here)
         return found
 
     def scalar(self, node: yaml.ScalarNode, tag: str, keys: Keys) -> Any:

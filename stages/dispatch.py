@@ -23,6 +23,7 @@ from tensorferry.stages.prompt import Prompt
 from tensorferry.stages.request import Life, Request
 from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
+from tensorferry.stages.watch import Watch
 
 LOOK_AGAIN_S = 0.002
 GROWN_S = 0.0005  #: making a chunk takes about twice as long
@@ -31,8 +32,9 @@ GROWN_S = 0.0005  #: making a chunk takes about twice as long
 class Dispatch:
     """See the module. Books in the request whom it has told."""
 
-    def __init__(self, stage: Stage, threads: ThreadPoolExecutor, processor: Processor) -> None:
-        self._stage, self._threads, self._processor = stage, threads, processor
+    def __init__(self, stage: Stage, threads: ThreadPoolExecutor, processor: Processor, watch: Watch) -> None:
+        """watch: over the calls of the processor."""
+        self._stage, self._threads, self._processor, self._watch = stage, threads, processor, watch
 
     async def send(
         self, request: Request, prompt: Prompt, items: Sequence[int], marks: dict[str, int], deadline_ns: int
@@ -49,7 +51,8 @@ class Dispatch:
             drafts = {
                 index: leases.enter_context(publisher.draft(layout, patient=False)) for index, layout in layouts.items()
             }
-            request.hashes |= await self._process(prompt, drafts)
+            with self._watch.beside():
+                request.hashes |= await self._process(prompt, drafts)
             if self._stage.device is not None:
                 await stage(lambda: self._ways(request, prompt, drafts))
             marks["processed"] = time.monotonic_ns()

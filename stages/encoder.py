@@ -51,6 +51,7 @@ from tensorferry.stages.spans import of_call
 from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
+from tensorferry.stages.watch import Watch
 
 log = structlog.get_logger()
 
@@ -95,6 +96,7 @@ class Encoder:
         """thread: where the adapter is called; waiter: where its results are waited for. One thread each."""
         self._stage, self._adapter, self._thread, self._waiter = stage, adapter, thread, waiter
         self._spans = spans
+        self._watch = Watch("model.adapter", stage.deployment.model.adapter, stage.counters)
         spec = stage.deployment.encoder
         self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
@@ -210,11 +212,13 @@ class Encoder:
             try:
                 wanted = await self._wanted(jobs, call)
                 if len(wanted) == len(jobs):
-                    finish = await run_to_end(self._thread, lambda: call.run(self._adapter))
+                    with self._watch.beside():
+                        finish = await run_to_end(self._thread, lambda: call.run(self._adapter))
                     if finish is not None:
                         self._complete(jobs, call)
                         queued()
-                        await run_to_end(self._waiter, finish)
+                        with self._watch.beside():
+                            await run_to_end(self._waiter, finish)
                     call.keep()
                     if self._stage.device is not None:
                         await stage(lambda: [way for job in jobs for way in self._ways(job.message, call.made(job))])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 import msgspec
 
-from tensorferry.codecs.errors import ConfigError
+from tensorferry.codecs.errors import UNPLACED, ConfigError, all_of, text_of
 
 #: `package.module:Class`.
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -20,7 +22,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 def bad_config(key: str, problem: str) -> ConfigError:
     """A ConfigError by one who knows the key but not the file; whoever holds the file may fill it in."""
-    return ConfigError("deployment", None, key, problem)
+    return ConfigError(UNPLACED, None, key, problem)
 
 
 def check_reference(key: str, reference: str, built_in: Mapping[str, object]) -> None:
@@ -43,33 +45,61 @@ def import_class(key: str, reference: str) -> type[Any]:
     Raises ConfigError naming `key`, with the module's own error as its cause.
     """
     module_name, _, class_name = reference.partition(":")
-    try:
+    with blamed(key, f"cannot import {module_name} of {reference!r}"):
         module = import_module(module_name)
-    except Exception as problem:  # the module's top level may raise anything
-        reason = f"{type(problem).__name__}: {problem}"
-        raise bad_config(key, f"cannot import {module_name} of {reference!r}: {reason}") from problem
     found = vars(module).get(class_name)
     if not isinstance(found, type):
         raise bad_config(key, f"{reference!r}: module {module_name} has no class {class_name}")
     return found
 
 
+@contextmanager
+def blamed(key: str, what: str, *, unless: bool = False) -> Iterator[None]:
+    """Whatever a plug-in raises inside the block leaves it as a ConfigError naming `key`: `what: KeyError: 'x'`.
+
+    Also what is no Exception, such as SystemExit. A ConfigError passes: it says more; so does the user's Ctrl-C.
+    unless: of what is built in, a bug keeps its traceback.
+    """
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as problem:  # a plug-in may raise anything
+        if unless:
+            raise
+        text = " ".join(text_of(problem, 500).split())
+        reason = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+        raise bad_config(key, f"{what}: {reason}{_place(problem)}") from problem
+
+
+def _place(problem: BaseException) -> str:
+    """Where it was raised, for who wrote the plug-in; "" where the text says so, or nobody but us was at work."""
+    frames = [frame for frame in extract_tb(problem.__traceback__) if not frame.filename.startswith("<frozen")]
+    if isinstance(problem, SyntaxError) or not frames or frames[-1].filename == __file__:
+        return ""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+
+
 def read_options(key: str, owner: str, form: type[Options], given: Mapping[str, object]) -> Options:
     """The options of `owner`, checked against the struct `form`.
 
-    key: where they stand in the deployment file, as in `model.options`. Raises ConfigError naming the option:
+    key: where they stand in the deployment file, as in `model.options`. Raises ConfigError naming each wrong option:
     unknown (with those that are known), of the wrong type or out of range, or, by a ValueError of the
     struct's `__post_init__`, at odds with another one.
     """
     fields = {field.name: field.type for field in msgspec.structs.fields(form)}
+    mistakes = []
     for name, value in given.items():
         if name not in fields:
             known = ", ".join(sorted(fields)) or "none"
-            raise bad_config(f"{key}.{name}", f"unknown option; {owner} has: {known}")
+            mistakes.append(bad_config(f"{key}.{name}", f"unknown option, given {value!r}; {owner} has: {known}"))
+            continue
         try:
             msgspec.convert(value, fields[name])
         except msgspec.ValidationError as problem:
-            raise bad_config(f"{key}.{name}", f"{problem}, not {value!r}") from None
+            mistakes.append(bad_config(f"{key}.{name}", f"{problem}, not {value!r}"))
+    if mistakes:
+        raise all_of(mistakes)
     try:
         return msgspec.convert(given, form)
     except msgspec.ValidationError as problem:

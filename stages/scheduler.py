@@ -37,6 +37,7 @@ from tensorferry.stages.splice import Answer, check, contradiction, splice
 from tensorferry.stages.staging import unready, wait_ready
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
+from tensorferry.stages.watch import Watch
 
 log = structlog.get_logger()
 
@@ -77,6 +78,7 @@ class Scheduler:
 
     def __init__(self, stage: Stage, engine: Engine, copier: Executor) -> None:
         self._stage, self._engine, self._copier = stage, engine, copier
+        self._watch = Watch("scheduler.engine", stage.deployment.scheduler.engine, stage.counters)
         self._budget = stage.deployment.scheduler.batch_tokens
         self._patience_ns = int(stage.deployment.limits.request_timeout_s * 1e9)
         limits = stage.deployment.limits
@@ -391,7 +393,9 @@ class Scheduler:
 
     async def _ask(self, batch: Sequence[Running]) -> Sequence[EngineResult | Exception]:
         try:
-            answers = await self._engine.run([request for _, _, request in batch])
+            requests = [request for _, _, request in batch]
+            with self._watch.beside():  # an engine has threads of its own
+                answers = await self._watch.steps(lambda: self._engine.run(requests))
         except SystemExit as problem:  # else it would end this process
             raise RuntimeError(f"SystemExit: {text_of(problem)}") from problem
         if len(answers) != len(batch):

@@ -47,6 +47,7 @@ from tensorferry.stages.request import Life, Reported, Request
 from tensorferry.stages.spans import Ended, new_context
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones
+from tensorferry.stages.watch import Watch
 
 log = structlog.get_logger()
 
@@ -114,7 +115,8 @@ class Tokenizer:
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
         self._planner, self._recorder, self._spans = planner, recorder, spans
-        self._dispatch = Dispatch(stage, threads, processor)
+        self._watch = Watch("tokenizer.processor", stage.deployment.tokenizer.processor, stage.counters)
+        self._dispatch = Dispatch(stage, threads, processor, self._watch)
         self._limits = stage.deployment.limits
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
@@ -281,7 +283,8 @@ class Tokenizer:
         """Send it, and again what is lost with a process that dies, until all scheduler ranks have reported."""
         prompt: Prompt | None = None
         try:
-            prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
+            with self._watch.beside():
+                prompt = await run_to_end(self._threads, partial(self._planner.plan, request.submit, frames))
         finally:
             self._record(request.submit, frames, marks["received"], prompt)
         marks["planned"] = time.monotonic_ns()

@@ -14,6 +14,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.stages.engines.base import EngineRequest
 from tensorferry.stages.scheduler import Pending, Scheduler
 from tensorferry.stages.tombstones import Tombstones
+from tensorferry.stages.watch import Watch
 
 REQUEST = bytes(16)
 OWNER = wire.Origin("tokenizer", 0, 3)
@@ -24,6 +25,7 @@ def scheduler_with(run: Any) -> tuple[Any, list[str]]:
     scheduler = object.__new__(Scheduler)
     counters = SimpleNamespace(count=counted.append)
     scheduler._stage = SimpleNamespace(counters=counters, outlive=lambda problem: None)  # type: ignore[assignment]
+    scheduler._watch = Watch("scheduler.engine", "my:Engine", counters)
     scheduler._engine, scheduler._over, scheduler._call = SimpleNamespace(run=run), Tombstones(60.0), None
     return scheduler, counted
 

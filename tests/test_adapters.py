@@ -482,7 +482,9 @@ def test_a_plug_in_is_built_from_the_spec(plugins: Path) -> None:
 
 
 def test_what_a_plug_in_raises_comes_through(plugins: Path) -> None:
-    with pytest.raises(ValueError, match="no such model"):
+    with pytest.raises(
+        ConfigError, match=r"model\.adapter: cannot make 'ferry_plugins:Fails': ValueError: no such model"
+    ):
         registry.make_adapter(ModelSpec(adapter="ferry_plugins:Fails"), 1)
 
 
@@ -520,7 +522,7 @@ def test_an_adapter_that_cannot_be_had_is_a_clear_error(plugins: Path, name: str
 
 def test_the_documented_adapter_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parent.parent.joinpath("docs", "adapters.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(# mean_patch\.py\n.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python mean_patch\.py\n(.*?)```", page, re.DOTALL)
     assert code.count("\n") <= 35
     (tmp_path / "mean_patch.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -482,7 +482,7 @@ def test_a_check_that_knows_only_the_key_gets_file_and_line(refusal, key, line):
     def check(deployment: Deployment) -> None:
         raise ConfigError("deployment", None, key, "too deep")
 
-    error = refusal("name: a\nmodel:\n  options:\n    depth: 3\n", check=check)
+    error = refusal("name: a\nmodel:\n  options:\n    depth: 3\n", checks=[(("model",), check)])
     assert (error.line, error.key, error.problem) == (line, key, "too deep")
 
 

@@ -184,7 +184,7 @@ def test_an_engine_that_cannot_be_had_is_a_clear_error(name: str, problem: str) 
 
 async def test_the_documented_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parent.parent.joinpath("docs", "adapters.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(# parrot\.py\n.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python parrot\.py\n(.*?)```", page, re.DOTALL)
     assert code.count("\n") <= 35
     (tmp_path / "parrot.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -211,6 +211,78 @@ def test_no_code_of_a_checkpoint_runs(saved: Path, model_type: str) -> None:
     assert not trace.exists()
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+
+
+def save(folder: Path, kind: str, config: str, values: dict[str, Any]) -> None:
+    """A checkpoint of another family of transformers, with random weights."""
+    import transformers
+
+    getattr(transformers, kind)(getattr(transformers, config)(**values)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "values", "said"),
+    [
+        (
+            "Gemma3ForConditionalGeneration",
+            "Gemma3Config",
+            {
+                "text_config": {**SIZES, "num_key_value_heads": 2, "head_dim": 16},
+                "vision_config": {**SIZES, "image_size": 28, "patch_size": 14},
+            },
+            r"model_type 'gemma3': its language model's configuration is nested in another's \(text_config\); ",
+        ),
+        (
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen2_5_VLConfig",
+            {
+                "text_config": {**SIZES, "num_key_value_heads": 2},
+                "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32},
+            },
+            "ValueError: transformers has no causal language model for its config.json; name a plain",
+        ),
+        (
+            "BloomForCausalLM",
+            "BloomConfig",
+            {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 2},
+            "model_type 'bloom', and its configuration lacks max_position_embeddings, how long a prompt may be; name",
+        ),
+        (
+            "MambaForCausalLM",
+            "MambaConfig",
+            {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64},
+            "as a MambaForCausalLM, cannot go from embeddings to tokens, step by step: ",
+        ),
+        ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "max_position_embeddings": 0}, "says 0 for max_position_emb"),
+    ],
+    ids=["nested", "no_language_model", "no_length", "mamba", "zero"],
+)
+def test_a_model_that_can_never_run_is_refused_at_the_start(
+    tmp_path: Path, kind: str, config: str, values: dict[str, Any], said: str
+) -> None:
+    if values.get("max_position_embeddings") == 0:
+        save(tmp_path, kind, config, {**values, "max_position_embeddings": 64})
+        configure(tmp_path, {"max_position_embeddings": 0})
+    else:
+        save(tmp_path, kind, config, values)
+    refused(tmp_path, said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "values"),
+    [("GPT2LMHeadModel", "GPT2Config", GPT2), ("LlamaForCausalLM", "LlamaConfig", SIZES)],
+)
+async def test_models_that_call_their_sizes_otherwise_run(
+    tmp_path: Path, kind: str, config: str, values: dict[str, Any]
+) -> None:
+    save(tmp_path, kind, config, {**values, "eos_token_id": None})
+    (answer,) = await make(path=str(tmp_path)).run([request_of([1, 2, 3])])
+    assert isinstance(answer, EngineResult)
+    assert answer.output_tokens == 6
+
+
 def configure(folder: Path, values: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | values))

@@ -25,7 +25,7 @@ from tensorferry.stages.adapters.options import (
     TowerOptions,
 )
 from tensorferry.stages.patches import Patches
-from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
+from tensorferry.stages.plugin import bad_config, blamed, check_reference, import_class, read_options, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,15 @@ def make_adapter(spec: ModelSpec, threads: int, device: int | None = None) -> Mo
 
     threads: compute threads it may use. device: the GPU that it will find features on; None: they are in host memory.
     `spec.adapter` is a name of BUILT_IN or a user's own class, `package.module:Class`, built as
-    `Class(spec, threads)`. Raises ConfigError, and what a plug-in raises.
+    `Class(spec, threads)`. Raises ConfigError, whatever a plug-in raises.
     """
     check_model(spec)
-    adapter: ModelAdapter = _class_of(spec.adapter)(spec, threads)
+    found = import_adapter(spec.adapter)
+    with blamed("model.adapter", f"cannot make {spec.adapter!r}", unless=spec.adapter in BUILT_IN):
+        adapter: ModelAdapter = found(spec, threads)
     if isinstance(adapter, WarmsUp):
-        adapter.warm_up(device)
+        with blamed("model.adapter", f"{spec.adapter!r} cannot warm up", unless=spec.adapter in BUILT_IN):
+            adapter.warm_up(device)
     return adapter
 
 
@@ -141,10 +144,10 @@ def supports_cuda_vmm_feature_transport(name: str) -> bool:
             return opted_in
     check_reference("model.adapter", name, BUILT_IN)
     # A plug-in need not inherit from the protocol, so the attribute may be absent; only a plain True opts in.
-    return getattr(_class_of(name), "supports_cuda_vmm_feature_transport", False) is True
+    return getattr(import_adapter(name), "supports_cuda_vmm_feature_transport", False) is True
 
 
-def _class_of(name: str) -> type[Any]:
+def import_adapter(name: str) -> type[Any]:
     """The class behind a checked name. Raises ConfigError."""
     built_in = BUILT_IN.get(name)
     if built_in:

@@ -23,6 +23,7 @@ from tensorferry.stages.plugin import bad_config, read_options
 from tensorferry.stages.weights import differences, listed, read_headers, seeded_weights, tensor_files
 
 _PATH = "scheduler.options.path"
+_REMEDY = "name a plain causal language model, such as qwen2, llama or mistral"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -69,12 +70,11 @@ class HfCausal:
         step: dict[str, Any] = {"inputs_embeds": self._spliced(request)}
         cache = None
         while len(tokens) < request.output_tokens and not stop.is_set():
-            output = self._model(**step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            best = output.logits[:, -1:].argmax(dim=-1)  # (1, 1)
+            best, cache = _step(self._model, cache, **step)
             tokens.append(int(best))
             if tokens[-1] in self._ends:
                 break
-            step, cache = {"input_ids": best}, output.past_key_values
+            step = {"input_ids": best}
         return EngineResult(len(tokens), token_ids=tuple(tokens))
 
     def _spliced(self, request: EngineRequest) -> torch.Tensor:
@@ -146,7 +146,10 @@ def _read(path: str, dtype: torch.dtype) -> Any:
         text = " ".join(str(problem).split())[:500]
         if "trust_remote_code" in text:  # its remedy is none here
             text = "its model is code of its own, which never runs here; name one of a model that transformers has"
+        elif "Unrecognized configuration class" in text:  # and then the names of a hundred others
+            text = f"transformers has no causal language model for its config.json; {_REMEDY}"
         raise bad_config(_PATH, f"{path}: {type(problem).__name__}: {text}") from problem
+    _check_config(path, model.config)
     # Tied weights are not among the missing, nor among the unknown what the model's class knows to leave out.
     shapes = {name: (tuple(given), tuple(wanted)) for name, given, wanted in found["mismatched_keys"]}
     if differing := differences(found["missing_keys"], found["unexpected_keys"], shapes):
@@ -154,7 +157,50 @@ def _read(path: str, dtype: torch.dtype) -> Any:
         raise bad_config(_PATH, f"{path}, as a {type(model).__name__}, {differing}; {remedy}")
     if broken := {name for name, tensor in model.state_dict().items() if not _is_finite(tensor)}:
         raise bad_config(_PATH, f"{path} has NaN or infinity in tensor {listed(broken)}; fetch its files again")
-    return model.eval()
+    _try(path, model.eval())
+    return model
+
+
+def _check_config(path: str, config: Any) -> None:
+    """Raises ConfigError for a model that no request could be run with, by what its configuration has to say."""
+    kind = f"{path} is of model_type {config.model_type!r}"
+    if config.get_text_config() is not config:
+        inner = "its language model's configuration is nested in another's (text_config)"
+        raise bad_config(_PATH, f"{kind}: {inner}; {_REMEDY}, or the checkpoint of its language model alone")
+    if config.is_encoder_decoder:
+        raise bad_config(_PATH, f"{kind}, which has an encoder and a decoder; {_REMEDY}")
+    for name, what in (
+        ("vocab_size", "which token ids there are"),
+        ("hidden_size", "how wide embeddings are"),
+        ("max_position_embeddings", "how long a prompt may be"),
+    ):
+        number = getattr(config, name, None)
+        if type(number) is not int or number < 1:
+            given = "lacks" if number is None else f"says {number!r} for"
+            raise bad_config(_PATH, f"{kind}, and its configuration {given} {name}, {what}; {_REMEDY}")
+
+
+@torch.inference_mode()
+def _try(path: str, model: Any) -> None:
+    """Two steps as `HfCausal` takes them. Raises ConfigError where the model cannot be run in this way at all."""
+    try:
+        prompt = model.get_input_embeddings()(torch.zeros(1, 1, dtype=torch.int64))
+        if prompt.shape != (1, 1, model.config.hidden_size):
+            raise ValueError(f"a token's embedding has shape {tuple(prompt.shape)[2:]}")
+        best, cache = _step(model, None, inputs_embeds=prompt)
+        if cache is None:
+            raise ValueError("it keeps no cache of what it has read")
+        _step(model, cache, input_ids=best)
+    except Exception as problem:  # whatever a model without one of these arguments leads it to
+        text = " ".join(str(problem).split())[:300]
+        reason = f"cannot go from embeddings to tokens, step by step: {type(problem).__name__}: {text}"
+        raise bad_config(_PATH, f"{path}, as a {type(model).__name__}, {reason}; {_REMEDY}") from problem
+
+
+def _step(model: Any, cache: Any, **given: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """One token more, (1, 1), and the cache that has all before it."""
+    output = model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output.logits[:, -1:].argmax(dim=-1), output.past_key_values
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

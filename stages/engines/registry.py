@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tensorferry.pipeline.config import SchedulerSpec, Spec
 from tensorferry.stages.checkpoint import read_config
 from tensorferry.stages.engines.base import Engine
 from tensorferry.stages.engines.discard import DiscardOptions
 from tensorferry.stages.engines.options import HfCausalOptions
-from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options, require
+from tensorferry.stages.plugin import bad_config, blamed, check_reference, import_class, read_options, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,19 @@ def embedding_width(spec: SchedulerSpec) -> int | None:
 
 def make_engine(spec: SchedulerSpec) -> Engine:
     """The engine of `spec`: a name of BUILT_IN, or a user's own class, `package.module:Class`, built as
-    `Class(spec)`. Raises ConfigError, and whatever a plug-in raises."""
+    `Class(spec)`. Raises ConfigError, whatever a plug-in raises."""
     check_reference("scheduler.engine", spec.engine, BUILT_IN)
-    if built_in := BUILT_IN.get(spec.engine):
-        require("scheduler.engine", spec.engine, built_in.needs)
-        engine: Engine = import_class("scheduler.engine", built_in.reference)(spec.options)
-        return engine
-    found = import_class("scheduler.engine", spec.engine)
-    if not callable(getattr(found, "run", None)):
-        raise bad_config("scheduler.engine", f"{spec.engine!r} is not an engine: it has no method run")
-    engine = found(spec)
+    found = import_engine(spec.engine)
+    with blamed("scheduler.engine", f"cannot make {spec.engine!r}", unless=spec.engine in BUILT_IN):
+        engine: Engine = found(spec.options if spec.engine in BUILT_IN else spec)
     return engine
+
+
+def import_engine(name: str) -> type[Any]:
+    """The class behind a checked name. Raises ConfigError."""
+    if built_in := BUILT_IN.get(name):
+        require("scheduler.engine", name, built_in.needs)
+    found = import_class("scheduler.engine", built_in.reference if built_in else name)
+    if not callable(getattr(found, "run", None)):
+        raise bad_config("scheduler.engine", f"{name!r} is not an engine: it has no method run")
+    return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.patches import Patches
-from tensorferry.stages.plugin import bad_config, check_reference, import_class, read_options
+from tensorferry.stages.plugin import bad_config, blamed, check_reference, import_class, read_options
 from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.options import QWEN3_VL, KimiK25Options, Qwen2VLOptions
 
@@ -53,13 +54,27 @@ def patches_made(name: str, options: Mapping[str, object]) -> Patches | None:
 def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec) -> Processor:
     """Import and build a processor: a name of BUILT_IN, or a user's own class, `package.module:Class`.
 
-    Built as `Class(options, limits)`. Raises ConfigError, and what a plug-in raises.
+    Built as `Class(options, limits)`. Raises ConfigError, whatever a plug-in raises.
     """
     check_processor(name, options)
+    found = import_processor(name)
+    if name in BUILT_IN:
+        options = {**BUILT_IN[name].preset, **options}
+    with blamed("tokenizer.processor", f"cannot make {name!r}", unless=name in BUILT_IN):
+        processor: Processor = found(options, limits)
+    return processor
+
+
+def import_processor(name: str) -> type[Any]:
+    """The class behind a checked name. Raises ConfigError."""
     found = import_class("tokenizer.processor", BUILT_IN[name].reference if name in BUILT_IN else name)
     if not callable(getattr(found, "write", None)):
         raise bad_config("tokenizer.processor", f"{name!r} is not a processor: it has no method write")
-    if name in BUILT_IN:
-        options = {**BUILT_IN[name].preset, **options}
-    processor: Processor = found(options, limits)
-    return processor
+    return found
+
+
+def largest_item_nbytes(name: str, options: Mapping[str, object], limits: LimitsSpec) -> int:
+    """`Processor.largest_item_nbytes` of a processor that is made for it. Raises ConfigError."""
+    processor = make_processor(name, options, limits)
+    with blamed("tokenizer.processor", f"{name!r} cannot say how large an item can be", unless=name in BUILT_IN):
+        return int(processor.largest_item_nbytes())
