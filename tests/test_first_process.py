@@ -46,3 +46,22 @@ def test_sigterm_during_the_imports_stops_it(command: list[str], tmp_path: Path)
         finally:
             stop.cancel()
             process.kill()
+
+
+REAPS = """
+import subprocess, time
+from tensorferry.pipeline.orphans import reap
+own = subprocess.Popen(["sh", "-c", "exit 7"])
+orphan = int(subprocess.run(["sh", "-c", "sleep 0.3 >/dev/null & echo $!"], capture_output=True).stdout)
+deadline, reaped = time.monotonic() + 20, []
+while orphan not in reaped and time.monotonic() < deadline:
+    reaped += reap([own.pid])
+    own.poll()
+assert reaped == [orphan], (reaped, orphan)
+assert own.wait() == 7
+"""
+
+
+def test_an_orphan_is_reaped_and_the_status_of_a_child_is_left_to_its_owner() -> None:
+    done = subprocess.run([*UNSHARE, sys.executable, "-c", REAPS], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
