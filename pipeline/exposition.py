@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -43,6 +43,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.on_refused = on_refused
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__((ADDRESS, port), _Handler)
+
+    def server_bind(self) -> None:
+        """As HTTPServer does, without its question to a name server who 127.0.0.1 is: where none answers, a start waits
+        for seconds. Source: `socket.getfqdn` in http.server."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = ADDRESS, int(self.server_address[1])
+        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -87,6 +87,7 @@ class Peer:
         self.epoch, self.column, self.pool, self.refusal = epoch, None, None, ""
         self.ready = self.leaving = self.drained = self.dead = self.wants = self.distrusted = False
         self.silent_s, self.lost, self.broken = 0.0, 0, False
+        self.gauges = ()
         self.reports.clear()
         return True
 

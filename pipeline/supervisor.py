@@ -30,6 +30,7 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.config import Deployment, ranks_of, resolved
 from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.lifecycle import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
+from tensorferry.pipeline.orphans import reaping
 from tensorferry.pipeline.readiness import readable
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.stage import inboxes
@@ -154,6 +155,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 watches = [group.create_task(self._watch(place)) for place in range(len(self._children))]
+                watches.append(group.create_task(reaping(lambda: self.processes.values())))
                 try:
                     yield
                 except Exception as problem:  # raised below, not in a group

@@ -98,3 +98,14 @@ def test_silent_connections_take_no_more_threads_than_there_are_and_are_hung_up(
         assert all(line.recv(1) == b"" for line in lines), "hung up"
         assert refused(counters) == len(lines)
     assert "requests_ok" in scrape(port)
+
+
+def test_no_name_server_is_asked(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("gethostbyaddr", "gethostbyname", "gethostbyname_ex", "getfqdn", "getnameinfo"):
+        monkeypatch.setattr(socket, name, lambda *_, name=name: asked.append(name) or "x")
+    port = counters.serve(0)
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as line:
+        line.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert line.recv(12) == b"HTTP/1.0 200"
+    assert asked == []

@@ -438,3 +438,11 @@ def test_p8_a_front_end_that_cannot_do_what_the_deployment_needs_is_refused_when
     if refused:
         said = ", ".join(capabilities) or "none"
         assert f"tokenizer-0 cannot hand tensors over by cuda_ipc (its capabilities: {said})" in welcome.refusal
+
+
+def test_the_next_life_does_not_have_the_former_ones_gauges(peers: Peers) -> None:
+    peers.hear(wire.Heartbeat(wire.Origin("encoder", 1, 11), 0, (wire.Gauge("pool_bytes", 5.0),)))
+    peers.lost("encoder-1")
+    meet(peers, "encoder", 1, 99)
+    (member,) = [member for member in peers.members() if (member.stage, member.rank) == ("encoder", 1)]
+    assert (member.epoch, member.gauges) == (99, ())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,33 @@ def test_nobody_waits_for_a_receiver_that_takes_and_does_not_answer(
         assert time.monotonic() - began < CLOSE_S + 1
         assert counters.value("spans_lost") == 10 + MOST_WAITING
         receiver.goes_on.set()
+
+
+@pytest.mark.parametrize("part", [b"H", b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n"])
+def test_a_receiver_that_answers_byte_by_byte_has_no_more_time(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "SEND_S", 0.5)
+    over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        line, _ = listener.accept()
+        with line, suppress(OSError):  # the sender has had enough
+            line.sendall(part)
+            while not over.wait(0.05):
+                line.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dripping = threading.Thread(target=drip, args=(listener,), daemon=True)
+        dripping.start()
+        sender = otlp.Receiver(f"http://127.0.0.1:{listener.getsockname()[1]}", {})
+        stop = threading.Timer(ENOUGH_S, over.set)
+        stop.start()
+        with pytest.raises(TimeoutError, match="no whole answer within"):
+            sender.send([one()])
+        assert not over.is_set()
+        stop.cancel()
+        over.set()
+        dripping.join(ENOUGH_S)
+        sender.close()
 
 
 # --- what is told of a request ------------------------------------------------------------------------------------

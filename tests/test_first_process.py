@@ -1,0 +1,67 @@
+"""A container's first process, PID 1, for which no signal has a default action."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+LOCAL = Path(__file__).parent.parent / "configs" / "local.yaml"
+DEADLINE_S = 30.0
+
+UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0,
+    reason="no PID namespace can be made here",
+)
+
+
+@pytest.mark.parametrize("command", [["up"], ["start", "scheduler"]], ids=["up", "start"])
+def test_sigterm_during_the_imports_stops_it(command: list[str], tmp_path: Path) -> None:
+    python = [*UNSHARE, sys.executable, "-X", "importtime", "-m", "tensorferry"]
+    process = subprocess.Popen(
+        [*python, *command, "--config", str(LOCAL), "--set", f"runtime_dir={tmp_path}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        stop = threading.Timer(DEADLINE_S, process.kill)
+        stop.start()
+        try:
+            assert process.stderr is not None
+            assert any("tensorferry.codecs.errors" in line for line in process.stderr)  # of the first imports
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGTERM)
+            rest = process.stderr.read()
+            assert process.wait(DEADLINE_S) == 0
+            assert "before it was ready" not in rest  # which is what `run_process` would say, much later
+        finally:
+            stop.cancel()
+            process.kill()
+
+
+REAPS = """
+import subprocess, time
+from tensorferry.pipeline.orphans import reap
+own = subprocess.Popen(["sh", "-c", "exit 7"])
+orphan = int(subprocess.run(["sh", "-c", "sleep 0.3 >/dev/null & echo $!"], capture_output=True).stdout)
+deadline, reaped = time.monotonic() + 20, []
+while orphan not in reaped and time.monotonic() < deadline:
+    reaped += reap([own.pid])
+    own.poll()
+assert reaped == [orphan], (reaped, orphan)
+assert own.wait() == 7
+"""
+
+
+def test_an_orphan_is_reaped_and_the_status_of_a_child_is_left_to_its_owner() -> None:
+    done = subprocess.run([*UNSHARE, sys.executable, "-c", REAPS], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
