@@ -175,7 +175,8 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
         yield "", f"{r.delayed} delayed by the ceiling of {s.run.concurrency}"
     p = s.per_second
     rates = [("scheduled", p.scheduled), ("sent", p.sent), ("ok", p.ok)]
-    yield "requests/s", ", ".join(f"{rate:.2f} {name}" for name, rate in rates if rate is not None) or "-"
+    said = ", ".join(f"{rate:.2f} {name}" for name, rate in rates if rate is not None)
+    yield "requests/s", f"{said}, over {p.window_s:.3f} s" if said else "-"
     yield "items", _items(s.items)
     if s.items.fallbacks is not None:
         away = s.items.fallbacks
