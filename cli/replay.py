@@ -142,7 +142,7 @@ def command(
     recording = opened(trace, rate, keys, seed, scheduled=speed.ratio is not None)
     recorded = load(recording, window=window, limit=limit, failures=failures == "keep", strict=strict)
     text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
-    tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
+    tokens = TokenSource(text.size, text.special_ids(), seed)
     sizer = Sizer(make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits))
     if concurrency is None and speed.ratio is None:
         concurrency = deployment.tokenizer.workers * deployment.limits.in_flight_requests
