@@ -248,7 +248,13 @@ def _time_table(s: Summary) -> Table:
 def _step_table(summary: Summary) -> Table:
     table = Table(title="steps, ms", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("step", no_wrap=True)
-    for head in ("requests", "p50 after the send", "p99", "p50 after the step before", "p99"):
+    for head in (
+        "requests",
+        "p50 after the send",
+        "p99 after the send",
+        "p50 after the step before",
+        "p99 after the step before",
+    ):
         table.add_column(head, justify="right")
     for step in summary.steps:
         whole, part = step.since_sent, step.since_previous

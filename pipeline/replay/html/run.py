@@ -18,7 +18,7 @@ from tensorferry.pipeline.replay.summary import Quantiles, Reason, Step, Summary
 from tensorferry.pipeline.yamlfile import emit
 
 SLOWEST = 12
-STEP_HEAD = ("ms", "until", "requests", "p50", "p99", "p50 since the send", "p99")
+STEP_HEAD = ("ms", "until", "requests", "p50", "p99", "p50 since the send", "p99 since the send")
 SLOW_HEAD = ("slowest", "ms", "most of it", "prompt tokens", "items", "fallbacks")
 _LAYER_POINTS = 240
 
