@@ -105,7 +105,7 @@ def command(
             raise click.UsageError(f"--measured is a run that had its own {names}; leave that away", ctx)
         run = read_run(measured)
         times = _as_measured(run, recording, deployment)
-        visits, less = times.visits, list(_less_known(times))
+        visits, read, less = times.visits, run.summary.requests.read, list(_less_known(times))
     elif processing_ms is None or encoding_ms is None:
         raise click.UsageError("say how long things take: --measured DIR, or --processing-ms and --encoding-ms", ctx)
     elif speed.ratio is None:
@@ -114,12 +114,14 @@ def command(
         stations = _stations(deployment, processing_ms, encoding_ms)
         with placing(file, settings):
             processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
-        arrivals = _arrivals(recording, processor, speed, Window(start, end), limit, seed, media_roots)
+        arrivals, read = _arrivals(recording, processor, speed, Window(start, end), limit, seed, media_roots)
         visits = given(
-            list(arrivals),
+            arrivals,
             stations,
             lambda request, patches, ranks: owners("balanced", request, patches, [b""] * len(patches), ranks),
         )
+    if len(visits) < read:
+        less.insert(0, _left_out(len(visits), read, "or were not ok in the run" if run is not None else "or fail"))
     rules = rules_of(deployment)
     found = plan(visits, rules)
     answers = list(_answers(found))
@@ -188,6 +190,13 @@ def _budget_mb(run: Run) -> int:
     return budget_mb
 
 
+def _left_out(planned: int, read: int, failed: str) -> str:
+    """What a plan does not cover."""
+    return (
+        f"Planned {planned} of the {read} requests read: the others have no item for a pool, cannot be sent, {failed}."
+    )
+
+
 def _less_known(times: Measured) -> Iterator[str]:
     """What the run did not record, and what was taken in its place."""
     if times.until_collected:
@@ -233,8 +242,9 @@ def _arrivals(
     limit: int | None,
     seed: int,
     roots: Sequence[Path],
-) -> Iterator[Arrival]:
-    """What a replay would send, as far as pools are concerned."""
+) -> tuple[list[Arrival], int]:
+    """What a replay would send, as far as pools are concerned; and how many requests were read for it."""
+    arrivals: list[Arrival] = []
     trace = load(recording, window=window, limit=limit)
     model = image_model("modserve", seed)
     sizer, tokens = Sizer(processor), TokenSource(1, (), seed)
@@ -252,4 +262,6 @@ def _arrivals(
         nbytes, patches = [sizes[id(image)][0] for image in one.images], [sizes[id(image)][1] for image in one.images]
         if patches and all(patches):
             request = hashlib.blake2b(str(one.request.place).encode(), digest_size=16).digest()
-            yield Arrival(speed.due_ns(one.request.at_ns - trace.origin_ns), request, tuple(nbytes), tuple(patches))
+            due_ns = speed.due_ns(one.request.at_ns - trace.origin_ns)
+            arrivals.append(Arrival(due_ns, request, tuple(nbytes), tuple(patches)))
+    return arrivals, trace.read

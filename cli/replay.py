@@ -145,7 +145,7 @@ def command(
         text = TextEncoder.from_file(deployment.tokenizer.vocabulary)
         tokenizer = deployment.tokenizer
         sizer = Sizer(make_processor(tokenizer.processor, tokenizer.options, deployment.limits))
-    tokens = TokenSource(text.size, (text.vision_start, text.image_pad, text.vision_end), seed)
+    tokens = TokenSource(text.size, text.special_ids(), seed)
     if concurrency is None and speed.ratio is None:
         concurrency = deployment.tokenizer.workers * deployment.limits.in_flight_requests
     setup = Setup(

@@ -210,6 +210,15 @@ def test_a_plan_by_given_times_has_a_plot_here_and_in_a_page(tmp_path: Path) -> 
     assert f"pool.budget_mb={found['under_1_percent_mb']}." in result.stdout
 
 
+def test_a_plan_says_how_many_of_the_requests_it_covers(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"2024-10-15T12:00:{number:02}.000Z,{number % 2},900,9" for number in range(8)]
+    trace.write_text("\n".join(["TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    result = cli("plan", trace, "--config", LOCAL, "--processing-ms", 60, "--encoding-ms", 250)
+    assert result.exit_code == 0, result.output
+    assert "Planned 4 of the 8 requests read" in " ".join(result.stdout.split())
+
+
 # --- beside a real replay ---------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from msgspec import structs
@@ -104,8 +105,28 @@ def test_lateness_is_of_every_send() -> None:
 def test_rates() -> None:
     rates = summary_of().per_second
     assert rates.scheduled == pytest.approx(20)
-    assert rates.sent == pytest.approx(4 / 0.199)
-    assert rates.ok == pytest.approx(3 / 0.201)
+    assert rates.sent == pytest.approx(20)
+    assert rates.ok == pytest.approx(15)
+    assert rates.window_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("status", ["failed", "ok"])
+def test_one_late_outcome_leaves_the_rates_alone(status: Literal["failed", "ok"]) -> None:
+    trace, preparation, replay = a_run()
+    one = replay.outcomes[0].request
+    replay.outcomes = [Outcome(one, n * 10 * MS, n * 10 * MS, False, n * 10 * MS + 5 * MS, "ok") for n in range(200)]
+    replay.outcomes.append(Outcome(one, 2000 * MS, 2000 * MS, False, 14_000 * MS, status))
+    rates = summarise(trace, preparation, replay, setup()).per_second
+    assert (rates.scheduled, rates.sent, rates.ok) == (pytest.approx(100), pytest.approx(100), pytest.approx(100))
+
+
+def test_rates_of_what_is_sent_at_once_are_those_of_the_answers() -> None:
+    trace, preparation, replay = a_run("max")
+    one = replay.outcomes[0].request
+    replay.outcomes = [Outcome(one, 0, 0, False, (n + 1) * 10 * MS, "ok") for n in range(100)]
+    rates = summarise(trace, preparation, replay, setup("max")).per_second
+    assert rates.window_s == pytest.approx(0.9)
+    assert (rates.scheduled, rates.ok) == (None, pytest.approx(100))
 
 
 def test_without_a_schedule_there_is_no_lateness() -> None:
@@ -291,7 +312,7 @@ def test_the_table_says_everything_that_matters() -> None:
         "latency from intended time  21.00  33.00  33.00  33.00",
         "latency from actual send    20.00  30.00  30.00  30.00",
         "lateness of sending          1.00   3.00   3.00   3.00",
-        "20.00 scheduled, 20.10 sent, 14.93 ok",
+        "20.00 scheduled, 20.00 sent, 15.00 ok, over 0.200 s",
         "4, 24 embeddings: 2 by inline (879.0 KiB), 2 by shm (878.9 KiB)",
         "1 items (878.9 KiB) went inline for want of room in a pool",
         "tokenizer-0 5.0 MiB of 64.0 MiB, full 3 times",

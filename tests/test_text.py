@@ -106,6 +106,26 @@ def test_text_that_is_no_unicode_is_refused(encoder: TextEncoder):
 # --- vocabularies that will not do --------------------------------------------------------------------------
 
 
+def test_no_special_id_of_a_vocabulary_like_qwens_stands_for_text(tmp_path: Path):
+    tokenizer = byte_level()
+    names = ["<|video_pad|>", "<|audio_bos|>", "<|im_end|>", "<|endoftext|>"]
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    encoder = TextEncoder.from_file(saved(tokenizer, tmp_path))
+    assert encoder.special_ids().tolist() == list(range(256, 264))
+    plain = np.setdiff1d(np.arange(encoder.size, dtype=np.int32), encoder.special_ids())
+    encoder.check_ids(plain)
+
+
+def test_what_a_model_names_like_a_control_token_and_gaps_stand_for_no_text(tmp_path: Path):
+    names = [("a", 0), ("</s>", 1), ("<0x0A>", 2), ("<|eot|>", 3), ("b", 9)]
+    tokenizer = Tokenizer(models.BPE(vocab=dict(names), merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in PLACEHOLDERS])
+    special = TextEncoder.from_file(saved(tokenizer, tmp_path)).special_ids()
+    assert set(special.tolist()).isdisjoint({0, 2, 9})
+    assert {1, 3, 4, 8} <= set(special.tolist())
+
+
 def test_vocabulary_without_placeholders_is_refused_by_name(tmp_path: Path):
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     tokenizer.add_special_tokens(["<|vision_end|>"])

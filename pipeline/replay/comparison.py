@@ -144,6 +144,10 @@ def _warnings(groups: Sequence[Group]) -> Iterator[str]:
         what += [f"ended by {s.error}"] if s.error else []
         if what:
             yield f"{run.folder}: {', '.join(what)}"
+    for group in groups:
+        count = sum(map(len, group.latencies_s))
+        if 0 < count < 100:
+            yield f"{group.name}: p99 of {count} latencies is their maximum, and its interval knows of nothing above it"
     if any(len(group.runs) == 1 for group in groups):
         yield "where there is one run, its intervals know nothing of how runs differ; repeat it"
 

@@ -175,7 +175,8 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
         yield "", f"{r.delayed} delayed by the ceiling of {s.run.concurrency}"
     p = s.per_second
     rates = [("scheduled", p.scheduled), ("sent", p.sent), ("ok", p.ok)]
-    yield "requests/s", ", ".join(f"{rate:.2f} {name}" for name, rate in rates if rate is not None) or "-"
+    said = ", ".join(f"{rate:.2f} {name}" for name, rate in rates if rate is not None)
+    yield "requests/s", f"{said}, over {p.window_s:.3f} s" if said else "-"
     yield "items", _items(s.items)
     if s.items.fallbacks is not None:
         away = s.items.fallbacks
@@ -247,7 +248,13 @@ def _time_table(s: Summary) -> Table:
 def _step_table(summary: Summary) -> Table:
     table = Table(title="steps, ms", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("step", no_wrap=True)
-    for head in ("requests", "p50 after the send", "p99", "p50 after the step before", "p99"):
+    for head in (
+        "requests",
+        "p50 after the send",
+        "p99 after the send",
+        "p50 after the step before",
+        "p99 after the step before",
+    ):
         table.add_column(head, justify="right")
     for step in summary.steps:
         whole, part = step.since_sent, step.since_previous

@@ -97,11 +97,16 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Requests a second. None where fewer than two requests, or too little time, make no rate."""
+    """Requests a second, all three over one window. None where less than two requests or a millisecond make no rate.
 
-    scheduled: float | None  #: recorded rate x speed
-    sent: float | None
-    ok: float | None
+    The window begins when the first request is due. It ends when the last one is due or sent, or when nine of ten of
+    those that are ok were answered, whichever is later: so no late failure and no single late answer stretches it.
+    """
+
+    window_s: float
+    scheduled: float | None  #: due in the window; None without a schedule
+    sent: float | None  #: sent in the window
+    ok: float | None  #: answered in the window
 
 
 class Carried(msgspec.Struct, frozen=True):
@@ -249,11 +254,7 @@ def summarise(
         failed=_reasons((o.reason, o.request.request.line, o.problem) for o in failed),
         latency_ms=Latency(from_intended, quantiles(o.done_ns - o.sent_ns for o in ok)),
         lateness_ms=lateness,
-        per_second=Rates(
-            scheduled=_rate([o.intended_ns for o in outcomes]) if scheduled else None,
-            sent=_rate([o.sent_ns for o in outcomes]),
-            ok=len(ok) * NS / end_ns if end_ns else None,
-        ),
+        per_second=_rates(outcomes, scheduled=scheduled),
         items=_items(ok, setup.pooled_from_nbytes),
         pools=dict(pools or {}),
         steps=_steps(ok, replay.start_ns),
@@ -284,10 +285,19 @@ def quantiles(values_ns: Iterable[int]) -> Quantiles | None:
     return Quantiles(at(50), at(90), at(99), ordered[-1] / 1e6)
 
 
-def _rate(times_ns: Sequence[int]) -> float | None:
-    """Intervals a second between the first and the last of these times; None under a millisecond of them."""
-    span_ns = max(times_ns) - min(times_ns) if times_ns else 0
-    return (len(times_ns) - 1) * NS / span_ns if span_ns >= NS // 1000 else None
+def _rates(outcomes: Sequence[Outcome], *, scheduled: bool) -> Rates:
+    """What `Rates` says. A request that is due or sent just as the window ends counts to the time after it."""
+    done_ns = sorted(outcome.done_ns for outcome in outcomes if outcome.status == "ok")
+    ends_ns = [time for outcome in outcomes for time in (outcome.intended_ns, outcome.sent_ns)]
+    ends_ns += done_ns[-(-len(done_ns) * 9 // 10) - 1 :][:1]
+    window_ns = max(ends_ns, default=0)
+    if len(outcomes) < 2 or window_ns < NS // 1000:
+        return Rates(window_ns / NS, None, None, None)
+    due = sum(outcome.intended_ns < window_ns for outcome in outcomes)
+    sent = sum(outcome.sent_ns < window_ns for outcome in outcomes)
+    answered = sum(time <= window_ns for time in done_ns)
+    a_second = NS / window_ns
+    return Rates(window_ns / NS, due * a_second if scheduled else None, sent * a_second, answered * a_second)
 
 
 def _reasons(cases: Iterable[tuple[str, int, str]]) -> list[Reason]:

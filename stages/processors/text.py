@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,6 +21,8 @@ Ids = npt.NDArray[np.int32]
 VISION_START, IMAGE_PAD, VISION_END = PLACEHOLDERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 #: Stands for the rows of a video in vocabularies that have it; in others `IMAGE_PAD` does.
 VIDEO_PAD = "<|video_pad|>"
+#: What a token that a model itself lists is called where it stands for no text: Qwen's, Llama's and BERT's ways.
+_CONTROL = re.compile(r"<\|.+\|>|</?s>|<(?:unk|pad|bos|eos|mask)>|\[(?:UNK|PAD|CLS|SEP|MASK)\]")
 #: One token a byte of UTF-8, id = byte, then the placeholders. `tests/test_text.py` makes it anew and compares.
 BUNDLED = "bytelevel.json"
 
@@ -72,6 +75,14 @@ class TextEncoder:
         except Exception as problem:  # the library raises plain Exception
             raise bad_config("tokenizer.vocabulary", f"{name} is not a tokenizer.json: {problem}") from None
         return cls(tokenizer, name)
+
+    def special_ids(self) -> Ids:
+        """The ids below `size` that stand for no text, ascending: of placeholders and all other added or special
+        tokens, of what is named like a control token, such as `</s>`, and those that no token has."""
+        names = self._tokenizer.get_vocab(with_added_tokens=True)
+        plain = {number for name, number in names.items() if not _CONTROL.fullmatch(name)}
+        plain -= self._tokenizer.get_added_tokens_decoder().keys()
+        return np.setdiff1d(np.arange(self.size, dtype=np.int32), np.array(sorted(plain), np.int32))
 
     def encode(self, text: str) -> Ids:
         """The ids of a text, no start or end tokens added.

@@ -18,7 +18,7 @@ from tensorferry.pipeline.replay.summary import Quantiles, Reason, Step, Summary
 from tensorferry.pipeline.yamlfile import emit
 
 SLOWEST = 12
-STEP_HEAD = ("ms", "until", "requests", "p50", "p99", "p50 since the send", "p99")
+STEP_HEAD = ("ms", "until", "requests", "p50", "p99", "p50 since the send", "p99 since the send")
 SLOW_HEAD = ("slowest", "ms", "most of it", "prompt tokens", "items", "fallbacks")
 _LAYER_POINTS = 240
 
@@ -41,8 +41,10 @@ def _first(s: Summary) -> Iterator[tuple[str, str]]:
     if latency is not None:
         yield "latency p50", charts.duration_text(latency.p50 / 1e3)
         yield "latency p99", charts.duration_text(latency.p99 / 1e3)
-    if s.per_second.ok is not None:
-        yield "requests ok a second", f"{s.per_second.ok:.2f}"
+    rates = {"scheduled": s.per_second.scheduled, "sent": s.per_second.sent, "ok": s.per_second.ok}
+    for what, rate in rates.items():
+        if rate is not None:
+            yield f"requests {what} a second", f"{rate:.2f}"
     if s.items.fallbacks is not None:
         yield f"of {s.items.count} items fell back to inline", str(s.items.fallbacks.items)
     if s.lateness_ms is not None:
