@@ -60,8 +60,9 @@ soak: $(STAMP)  ## a deployment at 70 % load, of which nothing may grow: 30 minu
 fuzz: $(STAMP)  ## a million malformed messages at every socket beside good traffic, for seven minutes; SEED=N repeats them
 	$(BIN)/python -m benchmarks.fuzz $(if $(SEED),--seed $(SEED))
 
-protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds
+protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds; then faults planted in the product, each to be found
 	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py
+	$(BIN)/python -m benchmarks.mutants
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist src/*.egg-info

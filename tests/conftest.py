@@ -26,7 +26,7 @@ import msgspec
 import psutil
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tensorferry.codecs.memory import cuda_vmm
 from tensorferry.codecs.memory.cuda_driver import Driver
@@ -50,7 +50,9 @@ DEADLINE_S = 20.0  #: for anything one process waits for from another
 
 # Two runs of the same tree test the same examples, and a slow machine is no failure.
 settings.register_profile("tensorferry", deadline=None, derandomize=True, database=None)
-settings.load_profile("tensorferry")
+#: What fails is told as it was found, where it only matters that it fails: see benchmarks/mutants.py.
+settings.register_profile("unshrunk", settings.get_profile("tensorferry"), phases=[Phase.explicit, Phase.generate])
+settings.load_profile("unshrunk" if os.environ.get("TENSORFERRY_SHRINK") == "no" else "tensorferry")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -381,6 +381,11 @@ async def speaks_another_version(it: Misbehaving) -> None:
     it.line.say(Attach(99, ORIGIN, it.pool.description.pool))
 
 
+@behaviour(f"protocol version {PROTOCOL_VERSION + 1}; {PROTOCOL_VERSION} is spoken here")
+async def speaks_the_next_version(it: Misbehaving) -> None:
+    it.line.say(Attach(PROTOCOL_VERSION + 1, ORIGIN, it.pool.description.pool))
+
+
 @behaviour("no more of it")
 async def refuses(it: Misbehaving) -> None:
     _, fds = await it.exported()

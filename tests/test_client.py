@@ -120,6 +120,29 @@ async def test_a_request_that_was_cancelled_is_never_sent_again(deployment: Depl
                 assert again.submitted.empty()
 
 
+async def test_b19_what_comes_of_an_older_attempt_is_no_outcome(deployment: Deployment) -> None:
+    """Nor what a tokenizer says that does not have the request."""
+    deployment = msgspec.structs.replace(deployment, tokenizer=TokenizerSpec(workers=2))
+    async with asyncio.timeout(DEADLINE_S):
+        async with tokenizer(deployment) as first, tokenizer(deployment, 1) as second:
+            async with Client.connect(deployment) as client:
+                asked = client.submit_nowait(["x"])
+                _, submit = await first.submitted.get()
+                other = client.submit_nowait(["y"])
+                peer, its_own = await second.submitted.get()
+                second.door.send_nowait(peer, answer(submit))  # not its request
+                second.door.send_nowait(peer, answer(its_own))
+                assert isinstance(await other, wire.Result)
+                assert not asked.done()
+                first.door.close()
+                peer, repeated = await second.submitted.get()
+                assert (repeated.request, repeated.attempt) == (submit.request, 1)
+                failure = wire.Failure("Late", "of the attempt before", wire.Origin("tokenizer", 1, 1))
+                second.door.send_nowait(peer, wire.Failed(submit.request, 0, failure))
+                second.door.send_nowait(peer, answer(repeated))
+                assert isinstance(await asked, wire.Result)
+
+
 async def test_a_request_that_was_cancelled_may_still_have_its_result(deployment: Deployment) -> None:
     async with asyncio.timeout(DEADLINE_S):
         async with tokenizer(deployment) as it, Client.connect(deployment) as client:

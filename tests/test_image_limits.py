@@ -311,6 +311,13 @@ def test_byte_limit():
         header(data, LimitsSpec(item_mb=1))
 
 
+def test_byte_limit_is_exact():
+    small = encoded(SMALL, "PNG")
+    assert header(small + bytes((1 << 20) - len(small)), LimitsSpec(item_mb=1))
+    with pytest.raises(BadMedia, match=f"{(1 << 20) + 1} bytes; the limit is 1 MiB"):
+        header(small + bytes((1 << 20) + 1 - len(small)), LimitsSpec(item_mb=1))
+
+
 def test_limit_above_pillows_own_holds(recwarn: pytest.WarningsRecorder):
     """Pillow warns above 89 million pixels and refuses above 179 million; neither is our limit."""
     data = encoded(Image.new("1", (20_000, 10_000)), "PNG")

@@ -69,6 +69,12 @@ async def test_what_comes_again_goes_alone() -> None:
     assert [len(await take(jobs)) for _ in range(5)] == [2, 1, 1, 1, 2]
 
 
+@pytest.mark.parametrize("again", [{"attempt": 1}, {"anew": (0,)}, {"attempt": wire.SENDINGS + 2}])
+async def test_what_comes_again_has_no_company_of_those_that_come_first(again: dict[str, Any]) -> None:
+    jobs = jobs_of(waiting=[job(1), job(1, **again), job(1)])
+    assert [len(await take(jobs)) for _ in range(3)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("patches", "full"),
     [([], False), ([60], False), ([60, 41], True), ([60, 40], True), ([100], True), ([500], True), ([0, 60], False)],

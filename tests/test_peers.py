@@ -157,6 +157,22 @@ def test_what_is_said_of_a_former_life_changes_nothing(peers: Peers, clock: Cloc
             call("encoder", 1, 11)
 
 
+def test_b27_the_life_that_is_known_goes_on_whoever_answers_in_its_name(peers: Peers) -> None:
+    meet(peers, "encoder", 1, 99)
+    assert peers.get("encoder", 1, 11).ready
+    with pytest.raises(PeerGone, match="is not there in that life"):
+        peers.get("encoder", 1, 99)
+
+
+def test_c2_a_former_life_s_column_is_not_the_next_one_s(peers: Peers) -> None:
+    """Of one whose connection broke, and whose death nobody has proven yet: its column is there still, and owed in."""
+    peers.admitted(wire.Origin("encoder", 1, 11), 3)
+    assert peers.get("encoder", 1, 11).column == 3
+    peers.lost("encoder-1")
+    meet(peers, "encoder", 1, 99)
+    assert peers.get("encoder", 1, 99).column is None
+
+
 def test_what_may_be_lost_with_a_connection_is_said_again_once_the_peer_is_heard(clock: Clock) -> None:
     """Of the last life alone: a former one's reports mean nothing to the next."""
     connect: Any = Box

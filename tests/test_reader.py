@@ -363,7 +363,7 @@ def test_a_proxy_of_a_lease_that_is_over_is_refused(shop: Shop) -> None:
         shop.reader.acknowledge(old)
     with pytest.raises(StaleLease), shop.reader.open(old):
         raise AssertionError("opened")
-    assert shop.out() == 1
+    assert (shop.out(), shop.reader.stale) == (1, 2)
 
 
 # --- pools come and go ------------------------------------------------------------------------------------------------

@@ -369,6 +369,26 @@ def test_a_digest_is_of_every_value() -> None:
     assert digest(Deployment(name="a")) == digest(Deployment(name="a"))
     assert digest(Deployment(name="a")) != digest(Deployment(name="b"))
     assert digest(Deployment(name="a")) != digest(Deployment(name="a", encoder=EncoderSpec(ranks=2)))
+    plain = Deployment(name="a")
+    changed = dict(changes(plain))
+    assert len(changed) > 40
+    same = {digest(plain)}
+    for key, deployment in changed.items():
+        assert digest(deployment) not in same, f"{key} is as good as another, or none"
+        same.add(digest(deployment))
+
+
+def changes(spec: Any) -> Iterator[tuple[str, Any]]:
+    """Each number and switch in it, by its key, changed alone."""
+    for name in spec.__struct_fields__:
+        value = getattr(spec, name)
+        if isinstance(value, msgspec.Struct):
+            found = [(f"{name}.{key}", other) for key, other in changes(value)]
+        else:
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else value
+            found = [] if other == value else [(name, other)]
+        for key, other in found:
+            yield key, msgspec.structs.replace(spec, **{name: other})
 
 
 # --- as a process of its own --------------------------------------------------------------------------------
