@@ -64,7 +64,7 @@ def replay(folder: Path, text: str) -> dict[str, Any]:
     file, out = folder / "trace.jsonl", folder / "out"
     file.write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "tensorferry", "replay", str(file), "--config", str(folder / "deployment.yaml")]
-    subprocess.run([*command, "--attach", "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, "--attach", "--out", str(out), "--overwrite"], check=True, stdout=subprocess.DEVNULL)
     summary: dict[str, Any] = msgspec.json.decode((out / "summary.json").read_bytes())
     return summary
 

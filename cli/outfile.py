@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from tensorferry.codecs.errors import OutputError
+from tensorferry.pipeline.replay.outfolder import RUN_FILES, Proof, new_folder_beside, require_free
 from tensorferry.pipeline.replay.whole import destination
 
 
 class OutFile(click.Path):
-    """A path at which a file can be made, or replaced."""
+    """A path at which a file can be made, or replaced; none of the files of a run, which belong together."""
 
     def __init__(self, *, or_stdout: bool = False) -> None:
         """or_stdout: of `-`, the standard output, a BinaryIO."""
@@ -26,9 +27,11 @@ class OutFile(click.Path):
             return sys.stdout.buffer
         path = Path(value)
         try:
-            destination(path)
+            place = destination(path)
         except (OutputError, ValueError) as problem:  # ValueError: a null byte
             self.fail(str(problem), param, ctx)
+        if place.name in RUN_FILES and (place.parent / "summary.json").exists():
+            self.fail(f"{path}: it belongs to the run in {place.parent}; name another file", param, ctx)
         return path
 
 
@@ -54,9 +57,22 @@ class OutFolder(click.Path):
         return path
 
 
-def make_folder(folder: Path) -> None:
-    """Make what --out has named, with the folders above it."""
+overwrite_option = click.option(
+    "--overwrite", is_flag=True, help="Replace what an earlier replay, or sweep, has written to --out."
+)
+
+
+def require_free_folder(folder: Path, proof: Proof, *, overwrite: bool) -> None:
+    """Raise BadParameter where --out names a folder that cannot be put there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise click.BadParameter(f"{folder}: {problem.strerror}", param_hint="--out") from None
+        require_free(folder, proof, overwrite=overwrite)
+    except OutputError as problem:
+        raise click.BadParameter(str(problem), param_hint="--out") from None
+
+
+def make_place(folder: Path) -> None:
+    """Make the folders above what --out has named. Raises BadParameter where no folder can be made in them."""
+    try:
+        new_folder_beside(folder).rmdir()
+    except OutputError as problem:
+        raise click.BadParameter(str(problem), param_hint="--out") from None

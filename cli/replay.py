@@ -15,8 +15,8 @@ import msgspec
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, placing, set_option
-from tensorferry.cli.outfile import OutFolder, make_folder
-from tensorferry.cli.report import write_pages
+from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
+from tensorferry.cli.report import say_pages, write_pages
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
@@ -24,6 +24,7 @@ from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.image_models import image_model
+from tensorferry.pipeline.replay.outfolder import filled
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
 from tensorferry.pipeline.replay.progress import preparing, replaying
@@ -93,7 +94,8 @@ speed_option = click.option(
 @click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
 @media_option
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
-@click.option("--out", type=OutFolder(), help="Folder for report.html and the numbers behind it.")
+@click.option("--out", type=OutFolder(), help="New folder for report.html and the numbers behind it.")
+@overwrite_option
 @click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
 @click.pass_context
 def command(
@@ -117,6 +119,7 @@ def command(
     media_roots: tuple[Path, ...],
     images: Path | None,
     out: Path | None,
+    overwrite: bool,
     attach: bool,
 ) -> None:
     """Replay the recorded TRACE through the deployment of a file, and report.
@@ -125,6 +128,10 @@ def command(
     load; 2 wrong usage, 1 it could not be run.
     """
     window = window_of(start, end)
+    if out is not None:
+        require_free_folder(out, "summary.json", overwrite=overwrite)
+    elif overwrite:
+        raise click.UsageError("--overwrite is of the folder of --out; give that too", ctx)
     deployment = load_deployment(file, settings)
     if attach:
         require_available(deployment)
@@ -184,12 +191,13 @@ def command(
         plan = summarise(recorded, prepared, replay, setup)
         print_plan(console, plan)
         if out is not None:
-            make_folder(out)
-            write_report(out, plan, (), drops_of(recorded, prepared, replay), 0)
+            make_place(out)
+            with filled(out, "summary.json", overwrite=overwrite) as folder:
+                write_report(folder, plan, (), drops_of(recorded, prepared, replay), 0)
             click.echo(f"wrote the plan to {click.format_filename(out)}: nothing was started")
         return
     if out is not None:
-        make_folder(out)  # before the run: what is wrong with it is not to cost the report
+        make_place(out)  # before the run: what is wrong with it is not to cost the report
     session = Session(replay)
     try:
         if prepared.requests:
@@ -205,8 +213,10 @@ def command(
             drops = drops_of(recorded, prepared, replay)
             print_report(console, summary)
             if out is not None:
-                write_report(out, summary, replay.outcomes, drops, replay.start_ns, session.sampler.samples)
-                write_pages(out)
+                with filled(out, "summary.json", overwrite=overwrite) as folder:
+                    write_report(folder, summary, replay.outcomes, drops, replay.start_ns, session.sampler.samples)
+                    has_page = write_pages(folder)
+                say_pages(out, has_page=has_page)
     ctx.exit(summary.exit_status)
 
 

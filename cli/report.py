@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
+from tensorferry.codecs.errors import ReportError
 from tensorferry.pipeline.replay.folder import read_run
 from tensorferry.pipeline.replay.html import charts
 from tensorferry.pipeline.replay.html.run import report
@@ -20,15 +22,29 @@ def command(folder: Path) -> None:
 
     For a machine without matplotlib: take the folder to one that has it.
     """
-    write_pages(folder)
+    say_pages(folder, has_page=write_pages(folder))
 
 
-def write_pages(folder: Path) -> None:
-    """From the files that are there: report.html where matplotlib is, and perfetto.json. Says what it wrote."""
+def write_pages(folder: Path) -> bool:
+    """From the files that are there: perfetto.json, and report.html where matplotlib is; whether it is.
+
+    Raises ReportError where another run was put there meanwhile, whose numbers these would not be.
+    """
+    before = folder.stat()
     run = read_run(folder)
+    has_page = charts.installed()
+    page = [report(run)] if has_page else []
+    if not os.path.samestat(before, folder.stat()):
+        raise ReportError(str(folder), "another run has replaced it meanwhile; try again")
     write_whole(folder / "perfetto.json", perfetto(run))
-    if charts.installed():
-        write_whole(folder / "report.html", [report(run)])
+    if has_page:
+        write_whole(folder / "report.html", page)
+    return has_page
+
+
+def say_pages(folder: Path, *, has_page: bool) -> None:
+    """What is in a folder now."""
+    if has_page:
         click.echo(f"wrote {click.format_filename(folder / 'report.html')}, and the numbers behind it beside it")
         return
     click.echo(

@@ -13,14 +13,17 @@ import click
 import msgspec
 from rich.console import Console
 
+from tensorferry import __version__
 from tensorferry.cli import replay
 from tensorferry.cli.compare import print_comparison, write_comparison
 from tensorferry.cli.config import load_deployment
-from tensorferry.cli.outfile import OutFolder, make_folder
+from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
 from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
 from tensorferry.pipeline.replay.folder import read_run
+from tensorferry.pipeline.replay.outfolder import filled
+from tensorferry.pipeline.replay.whole import write_whole
 
 #: From the best to the worst of a replay's exit statuses: could not be run, none ok, some failed, DEGRADED.
 _BY_HARM = (0, 5, 3, 4, 2, 1)
@@ -83,6 +86,7 @@ def cells(settings: Sequence[str]) -> list[Cell]:
 )
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each combination.")
 @click.option("--out", required=True, type=OutFolder(), help="A new or empty folder.")
+@overwrite_option
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
@@ -92,6 +96,7 @@ def command(
     settings: tuple[str, ...],
     repeat: int,
     out: Path,
+    overwrite: bool,
     options: tuple[str, ...],
 ) -> None:
     """Replay TRACE through a deployment with every combination of settings, and compare.
@@ -102,6 +107,7 @@ def command(
 
     Exit status: the worst of the replays'.
     """
+    require_free_folder(out, "sweep.json", overwrite=overwrite)
     try:
         versions = cells(settings)
     except ValueError as problem:
@@ -109,9 +115,10 @@ def command(
     for version in versions:
         load_deployment(file, version.settings, plugins=True)  # all of them are sound before the first one runs
     _check_options(ctx, trace, file, out, options)
-    make_folder(out)
-    if any(out.iterdir()):
-        raise click.BadParameter(f"{out} is not empty", ctx, param_hint="--out")
+    make_place(out)
+    with filled(out, "sweep.json", overwrite=overwrite) as empty:
+        made = {"tensorferry": __version__, "command": ["tensorferry", *sys.argv[1:]]}
+        write_whole(empty / "sweep.json", [msgspec.json.format(msgspec.json.encode(made), indent=2), b"\n"])
     statuses: list[int] = []
     turns = list(itertools.product(range(1, repeat + 1), versions))
     for number, (turn, version) in enumerate(turns, 1):
@@ -135,10 +142,10 @@ def _check_options(ctx: click.Context, trace: Path, file: Path, out: Path, optio
     """Raise what every replay would for its options or the trace; UsageError for options that are the sweep's own."""
     chosen = replay.command.make_context("replay", _asked(trace, file, (), out, options)).params
     own = {"--config": chosen["file"] != file, "--out": chosen["out"] != out, "--set": chosen["settings"] != ()}
-    own |= {"--attach": chosen["attach"], "--dry-run": chosen["dry_run"]}
+    own |= {f"--{key.replace('_', '-')}": chosen[key] for key in ("attach", "dry_run", "overwrite")}
     for option, given in own.items():
         if given:
-            problem = "a sweep starts each, in a folder of its own; give --config, --set and --out before the --"
+            problem = "a sweep starts each, in a folder of its own; its own options come before the --"
             raise click.UsageError(f"{option} cannot be an option of every replay: {problem}", ctx)
     opened(trace, chosen["rate"], chosen["keys"], chosen["seed"], scheduled=chosen["speed"].ratio is not None)
 
@@ -150,10 +157,11 @@ def _asked(trace: Path, file: Path, settings: Sequence[str], folder: Path, optio
 
 
 def _replay(trace: Path, file: Path, version: Cell, folder: Path, options: Sequence[str]) -> tuple[int, bool]:
-    """One run, its output in a file; its exit status, and whether it was to end early, by Ctrl-C or SIGTERM."""
-    folder.mkdir(parents=True)
+    """One run, its output in a file beside its folder; its exit status, and whether it was to end early, by Ctrl-C or
+    SIGTERM."""
+    folder.parent.mkdir(exist_ok=True)
     asked = ["replay", *_asked(trace, file, version.settings, folder, options)]
-    with (folder / "replay.log").open("wb") as log:
+    with _log_of(folder).open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "tensorferry", *asked], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
@@ -175,9 +183,13 @@ def _replay(trace: Path, file: Path, version: Cell, folder: Path, options: Seque
             signal.signal(signal.SIGTERM, before)
 
 
+def _log_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
+
+
 def _outcome(status: int, folder: Path) -> str:
     if not (folder / "summary.json").exists():
-        return f"not run (exit status {status}); see {click.format_filename(folder / 'replay.log')}"
+        return f"not run (exit status {status}); see {click.format_filename(_log_of(folder))}"
     s = read_run(folder).summary
     latency = s.latency_ms.from_intended or s.latency_ms.from_sent
     took = "" if latency is None else f", p50 {latency.p50:.1f} ms, p99 {latency.p99:.1f} ms"

@@ -143,11 +143,11 @@ def test_a_folder_that_cannot_be_made_is_said_before_the_run(deployment: dict[st
 def test_rows_that_are_all_broken_start_nothing_and_are_reported(deployment: dict[str, Any], tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1\n")
-    result = replayed(str(trace), "--out", tmp_path)
+    result = replayed(str(trace), "--out", tmp_path / "out")
     assert result.exit_code == 4
     assert "1 read = 0 sent + 1 dropped" in result.stdout
     assert "client" not in deployment
-    assert json.loads((tmp_path / "summary.json").read_text())["requests"]["dropped"] == 1
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["requests"]["dropped"] == 1
 
 
 @pytest.mark.parametrize(
@@ -311,9 +311,9 @@ def test_the_way_of_later_turns_is_said(deployment: dict[str, Any], tmp_path: Pa
     trace.write_text(json.dumps({"session_id": "s", "turns": turns}) + "\n")
     assert "think: 1 turns their think time after that answer" in replayed(str(trace)).stdout
     assert "wait: 1 turns" in replayed(str(trace), "--sessions", "wait").stdout
-    result = replayed(str(trace), "--sessions", "clock", "--out", tmp_path)
+    result = replayed(str(trace), "--sessions", "clock", "--out", tmp_path / "out")
     assert "1 turns" not in result.stdout
-    run_summary = json.loads((tmp_path / "summary.json").read_text())["run"]
+    run_summary = json.loads((tmp_path / "out" / "summary.json").read_text())["run"]
     assert (run_summary["sessions"], run_summary["following"]) == ("clock", 0)
 
 

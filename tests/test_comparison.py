@@ -215,6 +215,7 @@ def test_a_sweep_that_cannot_be_sound_runs_nothing(tmp_path: Path) -> None:
         (("--config", "other.yaml"), 2, "--config cannot be"),
         (("--attach",), 2, "--attach cannot be"),
         (("--dry-run",), 2, "--dry-run cannot be"),
+        (("--overwrite",), 2, "--overwrite cannot be"),
         (("--rate", "3"), 1, "takes no rate"),
     ],
 )
@@ -249,7 +250,7 @@ def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: s
         *("--set", "timeouts.heartbeat_s=0.1", "--set", runtime, "--repeat", "1", "--out", out),
         *("--", "--speed", "max", "--limit", "2"),
     )
-    assert result.exit_code == 0, result.output + "".join(path.read_text() for path in out.rglob("replay.log"))
+    assert result.exit_code == 0, result.output + "".join(path.read_text() for path in out.rglob("*.log"))
     assert [run.summary.run.transport for run in find_runs([out])] == ["shm", "cpu"]
     assert "run 2 of 2: transport=cpu" in result.stdout
     assert "2 ok of 2" in result.stdout
@@ -267,7 +268,7 @@ def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: 
         [sys.executable, "-u", "-c", program, *map(str, asked)], stdout=subprocess.PIPE, text=True, process_group=0
     ) as sweeping:
         try:
-            log = tmp_path / "out" / "01" / "1" / "replay.log"
+            log = tmp_path / "out" / "01" / "1.log"
             until = time.monotonic() + 40
             while not (log.exists() and "requests done" in log.read_text()):  # said every five seconds
                 assert sweeping.poll() is None

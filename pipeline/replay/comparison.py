@@ -156,7 +156,8 @@ def _folders_of_runs(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "summary.json").is_file():
         yield folder
     elif depth:
-        for inner in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
+        inside = folder.iterdir() if folder.is_dir() else ()
+        for inner in sorted(path for path in inside if path.is_dir() and not path.name.startswith(".")):
             yield from _folders_of_runs(inner, depth - 1)
 
 

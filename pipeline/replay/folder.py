@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,34 +75,54 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ReportError, naming the file, for what `replay --out` of this version has not written, or not so."""
+    """Raises ReportError, naming the file, for what `replay --out` has not written, or not so.
+
+    All is of one run, also where another one replaces the folder meanwhile.
+    """
+    try:
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    except OSError as problem:
+        raise _unreadable(folder, problem) from None
+    try:
+        return _read(folder, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path, descriptor: int) -> Run:
     summary = msgspec.json.Decoder(Summary)
     path = folder / "summary.json"
     try:
-        decoded = summary.decode(_bytes(path))
+        decoded = summary.decode(_bytes(path, descriptor))
     except msgspec.MsgspecError as problem:
         problem_text = f"not the summary of a replay by this version of tensorferry: {problem}"
         raise ReportError(str(path), problem_text) from None
     results = folder / "results.jsonl"
-    rows = [row for row in _lines(results, msgspec.json.Decoder(Row)) if row.status != "dropped"]
+    rows = [row for row in _lines(results, descriptor, msgspec.json.Decoder(Row)) if row.status != "dropped"]
     if len(rows) != decoded.requests.sent:
         fewer = f"it has {len(rows)} requests, and summary.json beside it says {decoded.requests.sent} were sent"
         raise ReportError(str(results), fewer)
-    samples = _lines(folder / "gauges.jsonl", msgspec.json.Decoder(Sample))
+    samples = _lines(folder / "gauges.jsonl", descriptor, msgspec.json.Decoder(Sample))
     return Run(folder, decoded, rows, samples)
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, folder: int) -> bytes:
+    """Of a file of that name in an open folder."""
     try:
-        return path.read_bytes()
+        with open(os.open(path.name, os.O_RDONLY, dir_fd=folder), "rb") as file:
+            return file.read()
     except OSError as problem:
-        advice = "name a folder that `replay --out` has written"
-        raise ReportError(str(path), f"{problem.strerror or problem}; {advice}") from None
+        raise _unreadable(path, problem) from None
 
 
-def _lines(path: Path, decoder: msgspec.json.Decoder[T]) -> list[T]:
+def _unreadable(path: Path, problem: OSError) -> ReportError:
+    advice = "name a folder that `replay --out` has written"
+    return ReportError(str(path), f"{problem.strerror or problem}; {advice}")
+
+
+def _lines(path: Path, folder: int, decoder: msgspec.json.Decoder[T]) -> list[T]:
     found: list[T] = []
-    for number, line in enumerate(_bytes(path).splitlines(), 1):
+    for number, line in enumerate(_bytes(path, folder).splitlines(), 1):
         try:
             found.append(decoder.decode(line))
         except msgspec.MsgspecError as problem:

@@ -22,7 +22,7 @@ def destination(path: Path) -> Path:
     Raises OutputError for what no file can replace, or be made at: a device, a pipe, a folder that is not there or not
     to be written to, a name that is too long.
     """
-    with _blamed(path):
+    with blamed(path):
         try:
             place = path.resolve()
         except RuntimeError:  # before Python 3.13
@@ -52,7 +52,7 @@ def write_whole(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None:
     """
     place = destination(path)
     beside = f".tensorferry-{secrets.token_hex(6)}"  # short: a name may be as long as names can be
-    with _blamed(path), ExitStack() as undo:
+    with blamed(path), ExitStack() as undo:
         folder = os.open(place.parent, os.O_PATH | os.O_DIRECTORY)
         undo.callback(os.close, folder)
         undo.callback(_unlink, beside, folder)
@@ -82,7 +82,8 @@ def _unlink(name: str, folder: int) -> None:
 
 
 @contextmanager
-def _blamed(path: Path) -> Iterator[None]:
+def blamed(path: Path) -> Iterator[None]:
+    """What the system refuses in the block is an OutputError of this path."""
     try:
         yield
     except OSError as problem:
