@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -24,6 +25,7 @@ from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, require_available
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.image_models import image_model
+from tensorferry.pipeline.replay.machine import this_machine
 from tensorferry.pipeline.replay.outfolder import filled
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
@@ -166,6 +168,8 @@ def command(
         pooled_from_nbytes=None if deployment.transport == "cpu" else deployment.pool.inline_below_kb << 10,
         command=("tensorferry", *sys.argv[1:]),
         config=msgspec.to_builtins(deployment),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=this_machine(),
     )
     stderr = Console(stderr=True)
     with preparing(stderr) as progress:

@@ -138,6 +138,7 @@ def _warnings(groups: Sequence[Group]) -> Iterator[str]:
         yield "the runs are of different traces"
     elif len({run.summary.run.payload_sha256 for run in runs}) > 1:
         yield "the runs did not send the same: their payloads differ"
+    yield from _elsewhere(runs)
     for run in runs:
         s = run.summary.run
         what = [name for name, is_so in (("DEGRADED", s.degraded), ("interrupted", s.interrupted)) if is_so]
@@ -150,6 +151,38 @@ def _warnings(groups: Sequence[Group]) -> Iterator[str]:
             yield f"{group.name}: p99 of {count} latencies is their maximum, and its interval knows of nothing above it"
     if any(len(group.runs) == 1 for group in groups):
         yield "where there is one run, its intervals know nothing of how runs differ; repeat it"
+
+
+def _elsewhere(runs: Sequence[Run]) -> Iterator[str]:
+    """What else than their settings may make runs differ: machines, versions, and how these counted."""
+    facts = [dict(run.summary.machine.facts()) if run.summary.machine is not None else None for run in runs]
+    versions = [run.summary.tensorferry for run in runs]
+    for name in dict.fromkeys(name for one in facts if one is not None for name in one):
+        yield from _differing(name, runs, [None if one is None else one.get(name, "none") for one in facts])
+    yield from _differing("tensorferry", runs, versions)
+    if None in facts:
+        unknown = [run for run, one in zip(runs, facts, strict=True) if one is None]
+        yield f"an earlier version did not record the machine of {_some(unknown)}"
+    other = [run for run in runs if run.summary.per_second.window_s is None]
+    if 0 < len(other) < len(runs):
+        yield f"an earlier version counted the rates of {_some(other)} over another window"
+
+
+def _differing(name: str, runs: Sequence[Run], values: Sequence[str | None]) -> Iterator[str]:
+    """values: of each run; None: it is not known."""
+    having: dict[str, list[Run]] = {}
+    for run, value in zip(runs, values, strict=True):
+        if value is not None:
+            having.setdefault(value, []).append(run)
+    if len(having) > 1:
+        said = "; ".join(f"{value} ({_some(those)})" for value, those in having.items())
+        yield f"{name} differs: {said}"
+
+
+def _some(runs: Sequence[Run]) -> str:
+    """Their folders; of many the first."""
+    shown = ", ".join(str(run.folder) for run in runs[:3])
+    return shown if len(runs) <= 3 else f"{shown} and {len(runs) - 3} more"
 
 
 def _folders_of_runs(folder: Path, depth: int) -> Iterator[Path]:

@@ -176,7 +176,8 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
     p = s.per_second
     rates = [("scheduled", p.scheduled), ("sent", p.sent), ("ok", p.ok)]
     said = ", ".join(f"{rate:.2f} {name}" for name, rate in rates if rate is not None)
-    yield "requests/s", f"{said}, over {p.window_s:.3f} s" if said else "-"
+    window = "" if p.window_s is None else f", over {p.window_s:.3f} s"
+    yield "requests/s", said + window if said else "-"
     yield "items", _items(s.items)
     if s.items.fallbacks is not None:
         away = s.items.fallbacks

@@ -12,6 +12,7 @@ import msgspec
 from tensorferry import __version__
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.marks import READ, reached
+from tensorferry.pipeline.replay.machine import Machine
 from tensorferry.pipeline.replay.prepare import Invented, Preparation
 from tensorferry.pipeline.replay.request import Drop
 from tensorferry.pipeline.replay.run import Outcome, Replay
@@ -69,6 +70,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     interrupted: bool
     degraded: bool  #: sends were late; see DEGRADED_LATENESS_MS
     error: str  #: what ended the run early, if something did
+    date: str = ""  #: when it was asked for, in UTC, as ISO 8601 has it; empty: an earlier version's
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
@@ -103,10 +105,10 @@ class Rates(msgspec.Struct, frozen=True):
     those that are ok were answered, whichever is later: so no late failure and no single late answer stretches it.
     """
 
-    window_s: float
     scheduled: float | None  #: due in the window; None without a schedule
     sent: float | None  #: sent in the window
     ok: float | None  #: answered in the window
+    window_s: float | None = None  #: None: an earlier version's rates, each over a span of its own
 
 
 class Carried(msgspec.Struct, frozen=True):
@@ -153,6 +155,7 @@ class Summary(msgspec.Struct, frozen=True):
     pools: dict[str, PoolUse]  #: by the process that owns it, such as tokenizer-0
     steps: list[Step]
     invented: Invented
+    machine: Machine | None = None  #: None: an earlier version did not record it
 
     @property
     def exit_status(self) -> int:
@@ -179,6 +182,8 @@ class Setup(msgspec.Struct, frozen=True):
     pooled_from_nbytes: int | None = None
     command: Sequence[str] = ()
     config: Mapping[str, Any] = MappingProxyType({})
+    date: str = ""  #: as `RunSummary` has it
+    machine: Machine = Machine()
 
 
 def drops_of(trace: Trace, preparation: Preparation, replay: Replay) -> list[Drop]:
@@ -240,6 +245,7 @@ def summarise(
             interrupted=replay.interrupted,
             degraded=lateness is not None and lateness.p99 > DEGRADED_LATENESS_MS,
             error=error,
+            date=setup.date,
         ),
         requests=RequestCounts(
             trace.read,
@@ -259,6 +265,7 @@ def summarise(
         pools=dict(pools or {}),
         steps=_steps(ok, replay.start_ns),
         invented=preparation.invented,
+        machine=setup.machine,
     )
 
 
@@ -292,12 +299,12 @@ def _rates(outcomes: Sequence[Outcome], *, scheduled: bool) -> Rates:
     ends_ns += done_ns[-(-len(done_ns) * 9 // 10) - 1 :][:1]
     window_ns = max(ends_ns, default=0)
     if len(outcomes) < 2 or window_ns < NS // 1000:
-        return Rates(window_ns / NS, None, None, None)
+        return Rates(None, None, None, window_ns / NS)
     due = sum(outcome.intended_ns < window_ns for outcome in outcomes)
     sent = sum(outcome.sent_ns < window_ns for outcome in outcomes)
     answered = sum(time <= window_ns for time in done_ns)
     a_second = NS / window_ns
-    return Rates(window_ns / NS, due * a_second if scheduled else None, sent * a_second, answered * a_second)
+    return Rates(due * a_second if scheduled else None, sent * a_second, answered * a_second, window_ns / NS)
 
 
 def _reasons(cases: Iterable[tuple[str, int, str]]) -> list[Reason]:

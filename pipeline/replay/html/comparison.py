@@ -95,8 +95,10 @@ def _runs(groups: Sequence[Group]) -> Html:
             run.summary.requests.ok,
             run.summary.requests.sent,
             f"{run.summary.run.duration_s:.1f}",
+            run.summary.run.date or "-",
+            run.summary.machine.host if run.summary.machine is not None else "-",
         ]
         for group in groups
         for run in group.runs
     ]
-    return page.table(("", "folder", "ok", "sent", "s"), rows, said=(1,))
+    return page.table(("", "folder", "ok", "sent", "s", "date", "host"), rows, said=(1, 5, 6))

@@ -219,7 +219,9 @@ def _again(s: Summary) -> Html:
         ("requests", f"{s.requests.read} read = {s.requests.sent} sent + {s.requests.dropped} dropped"),
         ("payload", f"sha256 {s.run.payload_sha256}"),
         ("invented", invented_text(s.invented, s.trace)),
+        *([("date", s.run.date)] if s.run.date else []),
         ("tensorferry", s.tensorferry),
+        *(s.machine.facts() if s.machine is not None else ()),
     ]
     return page.section(
         "The same again", page.facts(known), page.folded("every setting of the deployment", emit(s.run.config))
