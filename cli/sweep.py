@@ -22,7 +22,7 @@ from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
 from tensorferry.pipeline.replay.folder import read_run
-from tensorferry.pipeline.replay.outfolder import filled
+from tensorferry.pipeline.replay.outfolder import filled, in_use
 from tensorferry.pipeline.replay.whole import write_whole
 
 #: From the best to the worst of a replay's exit statuses: could not be run, none ok, some failed, DEGRADED.
@@ -121,20 +121,21 @@ def command(
         write_whole(empty / "sweep.json", [msgspec.json.format(msgspec.json.encode(made), indent=2), b"\n"])
     statuses: list[int] = []
     turns = list(itertools.product(range(1, repeat + 1), versions))
-    for number, (turn, version) in enumerate(turns, 1):
-        folder = out / version.folder / str(turn)
-        click.echo(f"run {number} of {len(turns)}: {version.name}, repeat {turn}: ", nl=False)
-        status, interrupted = _replay(trace, file, version, folder, options)
-        statuses.append(status)
-        click.echo(_outcome(status, folder))
-        if interrupted:
-            click.echo("interrupted: no further runs")
-            break
-    if any(out.glob("*/*/summary.json")):
-        groups = grouped(find_runs([out]))
-        comparison = compare(groups)
-        print_comparison(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), comparison)
-        write_comparison(out / "compare.html", groups, comparison)
+    with in_use(out, "sweep.json") as descriptor:
+        for number, (turn, version) in enumerate(turns, 1):
+            folder = out / version.folder / str(turn)
+            click.echo(f"run {number} of {len(turns)}: {version.name}, repeat {turn}: ", nl=False)
+            status, interrupted = _replay(trace, file, version, folder, options, descriptor)
+            statuses.append(status)
+            click.echo(_outcome(status, folder))
+            if interrupted:
+                click.echo("interrupted: no further runs")
+                break
+        if any(out.glob("*/*/summary.json")):
+            groups = grouped(find_runs([out]))
+            comparison = compare(groups)
+            print_comparison(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), comparison)
+            write_comparison(out / "compare.html", groups, comparison)
     ctx.exit(max(statuses, key=lambda status: _BY_HARM.index(status) if status in _BY_HARM else len(_BY_HARM)))
 
 
@@ -156,14 +157,20 @@ def _asked(trace: Path, file: Path, settings: Sequence[str], folder: Path, optio
     return [str(trace), "--config", str(file), *chosen, "--out", str(folder), *options]
 
 
-def _replay(trace: Path, file: Path, version: Cell, folder: Path, options: Sequence[str]) -> tuple[int, bool]:
+def _replay(
+    trace: Path, file: Path, version: Cell, folder: Path, options: Sequence[str], descriptor: int
+) -> tuple[int, bool]:
     """One run, its output in a file beside its folder; its exit status, and whether it was to end early, by Ctrl-C or
-    SIGTERM."""
+    SIGTERM. descriptor: what keeps the sweep's folder, until this run has ended too."""
     folder.parent.mkdir(exist_ok=True)
     asked = ["replay", *_asked(trace, file, version.settings, folder, options)]
     with _log_of(folder).open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tensorferry", *asked], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [sys.executable, "-P", "-m", "tensorferry", *asked],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(descriptor,),
         )
         interrupted = False
 

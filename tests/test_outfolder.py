@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,18 @@ def test_a_folder_of_runs_is_no_run(make_run: MakeRun, tmp_path: Path) -> None:
     make_run(tmp_path / "out" / "1")
     with pytest.raises(OutputError, match=r"it has no sweep\.json"):
         require_free(tmp_path / "out", "sweep.json", overwrite=True)
+
+
+def test_a_sweep_that_still_runs_is_not_replaced(make_run: MakeRun, tmp_path: Path) -> None:
+    """Nor one that was killed while a replay of it runs on: that would write into the new folder."""
+    out = a_sweep(make_run, tmp_path / "out")
+    with outfolder.in_use(out, "sweep.json") as descriptor:
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(descriptor,))
+    with child:
+        result = cli("sweep", TRACE, "--config", LOCAL, "--out", out, "--overwrite")
+        assert (result.exit_code, "what writes to it still runs" in result.stderr) == (2, True), result.output
+        child.communicate(timeout=30)
+    require_free(out, "sweep.json", overwrite=True)
 
 
 def test_the_folder_a_command_runs_in_is_not_replaced(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -62,6 +63,27 @@ def require_free(folder: Path, proof: Proof, *, overwrite: bool) -> None:
             raise OutputError(str(folder), "it is not empty; name a new folder, or replace its results by --overwrite")
         if not empty and (why := _not_ours(place, proof)):
             raise OutputError(str(folder), f"{why}, so it is not replaced; name another folder")
+        if not empty:
+            with in_use(folder, proof):
+                pass
+
+
+@contextmanager
+def in_use(folder: Path, proof: Proof) -> Iterator[int]:
+    """Keeps others from replacing a folder until the block and every process that inherits the descriptor have ended.
+
+    Raises OutputError where somebody else keeps it.
+    """
+    with (folder / proof).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = "what writes to it still runs; wait until it has ended, or name another folder"
+            raise OutputError(str(folder), said) from None
+        except OSError as problem:  # a file system without locks keeps nobody away
+            if problem.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        yield file.fileno()
 
 
 @contextmanager
