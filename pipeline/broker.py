@@ -43,13 +43,14 @@ from tensorferry.pipeline.conversation import (
     check_process,
     close_all,
 )
+from tensorferry.pipeline.places import SILENT_S, Place, Places
 from tensorferry.pipeline.readiness import readable
 from tensorferry.pipeline.sockets import is_file
 
 log = structlog.get_logger()
 
 DEADLINE_S = 5.0  #: of a conversation; mapping a large pool takes a tenth of a second
-CONVERSATIONS = 64  #: at once; others wait in the backlog
+CONVERSATIONS = 64  #: at once; others wait in the backlog, for as long as `places` says
 BACKLOG = 4096
 ACCEPT_RETRY_S = 0.1  #: when descriptors have run out
 
@@ -88,7 +89,7 @@ class Broker:
         self._on_refused = on_refused
         self._origins: dict[int, Origin] = {}  # of the living, by column
         self._deadline_s = deadline_s
-        self._free = asyncio.Semaphore(conversations)
+        self._places = Places(conversations)
         self._listeners = ExitStack()
         self._file = (0, 0)  # device and inode that we listen at
         self._conversations: asyncio.TaskGroup | None = None
@@ -137,29 +138,39 @@ class Broker:
 
     async def _accept(self, listener: socket.socket, tasks: asyncio.TaskGroup) -> None:
         while True:
-            await self._free.acquire()
-            line = Line(await _accepted(listener), "a consumer")
-            conversation = tasks.create_task(self._converse(line, tasks), name="conversation")
-            conversation.add_done_callback(partial(self._hang_up, line))
+            with ExitStack() as undo:
+                line = undo.enter_context(closing(Line(await _accepted(listener), "a consumer")))
+                place = await self._places.take(line.pid)
+                if place is None:
+                    self._refuse(line, f"process {line.pid} has places enough, and says nothing in them")
+                    continue
+                undo.pop_all()
+            conversation = tasks.create_task(self._converse(line, place, tasks), name="conversation")
+            conversation.add_done_callback(partial(self._hang_up, line, place))
 
-    def _hang_up(self, line: Line, _: asyncio.Task[None]) -> None:
+    def _hang_up(self, line: Line, place: Place, _: asyncio.Task[None]) -> None:
         line.close()
-        self._free.release()
+        self._places.give_back(place)
 
-    async def _converse(self, line: Line, tasks: asyncio.TaskGroup) -> None:
+    async def _converse(self, line: Line, place: Place, tasks: asyncio.TaskGroup) -> None:
         try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._admit(line, tasks)
+            async with asyncio.timeout(self._deadline_s) as deadline:
+                with place.ends(deadline):
+                    await self._admit(line, place, tasks)
         except TimeoutError:
-            self._refuse(line, f"said nothing for so long that {self._deadline_s} s are over")
+            if place.given_up:
+                self._refuse(line, f"said nothing for {SILENT_S} s, while process {place.pid} had the most places")
+            else:
+                self._refuse(line, f"said nothing for so long that {self._deadline_s} s are over")
         except (FerryError, OSError) as problem:  # OSError: of descriptors, which are theirs, or have run out here
             self._refuse(line, str(problem))
 
-    async def _admit(self, line: Line, tasks: asyncio.TaskGroup) -> None:
+    async def _admit(self, line: Line, place: Place, tasks: asyncio.TaskGroup) -> None:
         line.check_user()
         line.ask_who()
         with await line.hear(Attach) as letter:
             attach = letter.message
+        place.hear()
         if attach.version != PROTOCOL_VERSION:
             raise AttachRefused(f"protocol version {attach.version}; {PROTOCOL_VERSION} is spoken here")
         if attach.pool != self._pool.description.pool:

@@ -98,10 +98,20 @@ class Line:
 
     def check_user(self) -> None:
         """Raises AttachRefused unless the other end is a process of ours."""
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(raw)
+        _, uid = self._peer_process()
         if uid != os.geteuid():
             raise AttachRefused(f"a process of user {uid}; only those of user {os.geteuid()} share a pool")
+
+    @property
+    def pid(self) -> int:
+        """The process that has made the other end; 0: it cannot be seen from this PID namespace."""
+        return self._peer_process()[0]
+
+    def _peer_process(self) -> tuple[int, int]:
+        """Its pid and uid."""
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        return pid, uid
 
     def ask_who(self) -> None:
         """From now on what is heard comes with the pid of its sender."""

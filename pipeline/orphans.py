@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 
 PERIOD_S = 1.0
 
@@ -26,8 +27,21 @@ def reap(ours: Collection[int]) -> list[int]:
         reaped.append(found.si_pid)
 
 
-async def reaping(ours: Callable[[], Collection[int]]) -> None:
-    """Do so every PERIOD_S until cancelled, where this process is PID 1. ours: of now."""
-    while os.getpid() == 1:
+@asynccontextmanager
+async def reaping(ours: Callable[[], Collection[int]]) -> AsyncIterator[None]:
+    """Do so every PERIOD_S within the block, where this process is PID 1. ours: of now."""
+    if os.getpid() != 1:
+        yield
+        return
+    task = asyncio.create_task(_reaping(ours), name="orphans")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def _reaping(ours: Callable[[], Collection[int]]) -> None:
+    while True:
         reap(ours())
         await asyncio.sleep(PERIOD_S)

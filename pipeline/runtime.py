@@ -13,7 +13,8 @@ With `network.bind` the doors, and with `network.inboxes: tcp` the inboxes too, 
 
 All folders belong to the user alone (0700). The lock is the kernel's: it is free the moment its owner is dead,
 however that died. The text in the file only says who that is. Socket files mean nothing without the lock, and
-are removed only by the one who holds it.
+are removed only by the one who holds it. Whoever runs holds a name of the kernel's too (see `claim`), so that no second
+one comes beside it where somebody has removed the files.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import msgspec
 import structlog
 
 from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline.claim import Claimed, claimed
 from tensorferry.pipeline.config import STAGES, Deployment, port_offset
 from tensorferry.pipeline.endpoint import TCP, Host, host_and_port, listening_host, reachable_host, tcp_address
 from tensorferry.pipeline.sockets import PATH_NBYTES, is_file
@@ -172,29 +174,13 @@ class Runtime:
     def own(self, stage: str, rank: int, config: str = "") -> Iterator[Owner]:
         """Be this process of the deployment, for the length of the block.
 
-        What a dead owner left is taken over. Raises DeploymentError, naming the owner, when one is alive. Leave
-        the block after the last socket of yours is closed: what is still there of them is removed.
+        What a dead owner left is taken over. Raises DeploymentError, naming the owner, when one is alive, also where
+        somebody has removed its lock file. Leave the block after the last socket of yours is closed: what is still
+        there of them is removed.
         """
-        descriptor = self._lock(stage, rank)
-        path = self.lock(stage, rank)
-        found = os.fstat(descriptor)
-        try:
-            owner = _this_process(config)
-            try:
-                _sign(descriptor, owner)
-            except OSError as problem:  # a full disk: the lock holds all the same, and `keep` signs it later
-                log.warning("owner_not_written", lock=str(path), problem=problem.strerror)
-            self._remove_sockets(stage, rank)
-            try:
+        with self._held(stage, rank) as descriptor, self._claimed(stage, rank):
+            with self._owned(descriptor, stage, rank, config) as owner:
                 yield owner
-            finally:
-                self._remove_sockets(stage, rank)
-        finally:
-            if is_file(str(path), found.st_dev, found.st_ino):  # else it was removed, and may be another's by now
-                path.unlink(missing_ok=True)  # while it is locked, so nobody takes a file that then goes
-            os.close(descriptor)
-            with suppress(OSError):  # others are there
-                self.directory.rmdir()
 
     def keep(self, stage: str, rank: int, held: ExitStack, config: str = "") -> bool:
         """See that others find the lock of this process, which owns it: to be called again and again, within the block.
@@ -205,7 +191,8 @@ class Runtime:
         """
         path = self.lock(stage, rank)
         if not path.exists():
-            held.enter_context(self.own(stage, rank, config))
+            descriptor = held.enter_context(self._held(stage, rank))
+            held.enter_context(self._owned(descriptor, stage, rank, config))
             return True
         if self.owner(stage, rank) is None and _has_open(os.getpid(), path):
             with suppress(OSError):  # the disk is full still
@@ -270,6 +257,51 @@ class Runtime:
             return pidfd
         os.close(pidfd)
         return None
+
+    @contextmanager
+    def _held(self, stage: str, rank: int) -> Iterator[int]:
+        """Hold the lock file, whose descriptor this is."""
+        descriptor, path = self._lock(stage, rank), self.lock(stage, rank)
+        try:
+            found = os.fstat(descriptor)
+            try:
+                yield descriptor
+            finally:
+                if is_file(str(path), found.st_dev, found.st_ino):  # else it was removed, and may be another's by now
+                    path.unlink(missing_ok=True)  # while it is locked, so nobody takes a file that then goes
+        finally:
+            os.close(descriptor)
+            with suppress(OSError):  # others are there
+                self.directory.rmdir()
+
+    @contextmanager
+    def _claimed(self, stage: str, rank: int) -> Iterator[None]:
+        """Keep out a second one that finds no lock file, because somebody has removed it."""
+        try:
+            with claimed(f"{stage}-{rank} {os.path.realpath(self.directory)}"):
+                yield
+        except Claimed as problem:
+            holder, what = problem.holder, "" if stage == "deployment" else f"{stage}-{rank} of "
+            remedy = f"kill -TERM {holder.pid}" if holder.pid else "stop it where it was started"
+            raise DeploymentError(
+                f"{what}deployment {self.name!r} is already running: it is {holder}, whose lock file "
+                f"{self.lock(stage, rank)} was removed. It makes that again within timeouts.heartbeat_s; "
+                f"to end it: {remedy}"
+            ) from None
+
+    @contextmanager
+    def _owned(self, descriptor: int, stage: str, rank: int, config: str) -> Iterator[Owner]:
+        """Say who the owner is, and remove what a former one has left, and in the end what this one has."""
+        owner = _this_process(config)
+        try:
+            _sign(descriptor, owner)
+        except OSError as problem:  # a full disk: the lock holds all the same, and `keep` signs it later
+            log.warning("owner_not_written", lock=str(self.lock(stage, rank)), problem=problem.strerror)
+        self._remove_sockets(stage, rank)
+        try:
+            yield owner
+        finally:
+            self._remove_sockets(stage, rank)
 
     def _lock(self, stage: str, rank: int) -> int:
         """The descriptor of the lock file, locked, and still the one that others will find."""

@@ -41,6 +41,7 @@ log = structlog.get_logger()
 DRAIN_ORDER = ("tokenizer", "encoder", "scheduler")
 FAILED_DRAIN_S = 5.0  #: grace period where something has failed and the rest can hardly finish its work
 CANCEL_S = 3.0  #: for stages to end by themselves once they are told to cancel
+STARTING_CANCEL_S = 0.3  #: for those that are not ready: one that imports, or blocks its loop, does not hear of it
 BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0  #: before a second short life in a row; doubled for each one more
 KILL_S = 10.0  #: for the kernel to end a killed process; GPU work in flight takes it up to a second
 
@@ -101,6 +102,7 @@ class Supervisor:
             traffic.refuse_existing(deployment)
             self = cls(deployment, command)
             undo.callback(traffic.gather, deployment)
+            await undo.enter_async_context(reaping(lambda: self.processes.values()))
             undo.push_async_exit(self._stop)
             for stage, ranks in ranks_of(deployment).items():
                 for rank in range(ranks):
@@ -155,7 +157,6 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 watches = [group.create_task(self._watch(place)) for place in range(len(self._children))]
-                watches.append(group.create_task(reaping(lambda: self.processes.values())))
                 try:
                     yield
                 except Exception as problem:  # raised below, not in a group
@@ -234,11 +235,12 @@ class Supervisor:
         finally:
             os.write(self._lifeline[1], bytes(len(self._children)))
             try:
+                await self._end_starting()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(CANCEL_S):
                         await _all_ended(self._left())
             finally:
-                self._kill()
+                self._kill(self._left())
                 os.close(self._lifeline[0])
                 os.close(self._lifeline[1])
         if kind is None and unclean:
@@ -271,8 +273,17 @@ class Supervisor:
             wrong.append(f"not drained within {grace_s} s (timeouts.drain_s, for all stages together): {late}; {spent}")
         return wrong
 
-    def _kill(self) -> None:
-        left = self._left()
+    async def _end_starting(self) -> None:
+        """End the stages that are not ready, which have nothing to finish: what one leaves is swept."""
+        starting = [child for child in self._left() if not child.ready]
+        for child in starting:
+            child.terminate()  # it dies of that until it handles it, and is cancelled by it then
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STARTING_CANCEL_S):
+                await _all_ended(starting)
+        self._kill([child for child in starting if child.process.returncode is None])
+
+    def _kill(self, left: Sequence[_Child]) -> None:
         for child in left:
             log.warning("stage_killed", stage=child.stage, rank=child.rank)
             child.kill()

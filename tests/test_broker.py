@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -612,7 +612,47 @@ async def test_when_all_stall_their_deadline_makes_room(path: str, pool: Pool) -
             for _ in range(8):
                 stalled.enter_context(closing(Raw.to(path)))
             await attach(path, ORIGIN, pool.description.pool, reader, DEADLINE_S)
-        assert broker.refused >= 8
+            await eventually(lambda: broker.refused >= 8)
+
+
+@asynccontextmanager
+async def silent(path: str, times: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that has so many conversations, and says nothing in any."""
+    process = await start(str(PROGRAMS / "silent.py"), path, str(times))
+    try:
+        assert await told(process) == "silent"
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def test_a_process_that_holds_all_places_silently_keeps_nobody_out(path: str, pool: Pool) -> None:
+    """Nor with the many that wait for a place in front of the others; its conversations never reach their deadline."""
+    heard = Heard()
+    async with heard.broker(path, pool, deadline_s=3600.0) as broker, silent(path, 500) as process:
+        for _ in range(3):
+            async with consumer(path, pool) as (good, line):
+                assert line == str(heard.admitted[-1][1])
+                assert good.returncode is None
+        assert process.returncode is None
+        assert broker.refused <= 500 - 64 + 3  # no more of its conversations are ended than others need
+
+
+async def test_of_several_processes_the_one_with_the_most_gives_way_and_the_only_ones_never(
+    path: str, pool: Pool
+) -> None:
+    heard = Heard()
+    async with heard.broker(path, pool, deadline_s=3600.0, conversations=6) as broker, AsyncExitStack() as undo:
+        lone = [await undo.enter_async_context(silent(path, 1)) for _ in range(2)]
+        await undo.enter_async_context(silent(path, 4))
+        with capture_logs() as logs:
+            async with consumer(path, pool):
+                pass
+        [refused] = [log["reason"] for log in logs if log["event"] == "consumer_refused"]
+        assert not any(f"process {process.pid} " in refused for process in lone)
+        assert broker.refused == 1
 
 
 async def test_it_lives_on_when_descriptors_run_out(path: str, pool: Pool) -> None:

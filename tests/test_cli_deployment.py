@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,24 @@ def test_lock_files_that_somebody_removed_are_made_again_and_down_finds_everybod
     done = tensorferry("down", "--config", file)
     assert (done.returncode, done.stdout) == (0, "elsewhere has ended\n")
     assert up.wait(DEADLINE_S) == 0
+
+
+def test_a_second_up_is_refused_also_where_somebody_has_removed_the_whole_folder(
+    file: Path, up: subprocess.Popen[str], until: Callable[..., None]
+) -> None:
+    before, directory = pids(file), Runtime.of(load(file)).directory
+    for pid in before.values():
+        os.kill(pid, signal.SIGSTOP)  # so that nobody makes his files again before the second one looks
+    shutil.rmtree(directory)
+    beside = tensorferry("up", "--config", file)
+    assert beside.returncode == 1
+    assert f"'elsewhere' is already running: it is process {up.pid}" in words(beside.stderr)
+    assert f"kill -TERM {up.pid}" in words(beside.stderr)
+    assert not directory.exists()
+    for pid in before.values():
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: pids(file) == before, DEADLINE_S)
+    assert up.poll() is None
 
 
 @pytest.mark.parametrize("how", ["removed", "empty"])

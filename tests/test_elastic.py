@@ -1118,10 +1118,12 @@ def test_r10_a_context_that_is_lost_in_the_thread_is_told_to_who_asks_and_to_who
         growing.ask([3 * CHUNK])
     until(lambda: pool.check_growth() is problem)
     assert pool.check_growth() is problem, "as often as anybody looks"
-    for ask in (lambda: pool.lease(4 * CHUNK).__enter__(), lambda: pool.fits([4 * CHUNK])):
-        with pytest.raises(type(problem)) as raised:
-            ask()
-        assert raised.value is problem
+    for nbytes in (4 * CHUNK, 1):  # also what finds room: nobody could write it
+        for ask in (lambda nbytes: pool.lease(nbytes).__enter__(), lambda nbytes: pool.fits([nbytes])):
+            with pytest.raises(type(problem)) as raised:
+                ask(nbytes)
+            assert raised.value is problem
+    assert out(pool) == 0
     statistics = pool.statistics()
     assert statistics.mapped_nbytes + statistics.retiring_nbytes <= 4 * CHUNK
     assert growing._patience_s() is None, "and nothing more is tried"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 LOCAL = Path(__file__).parent.parent / "configs" / "local.yaml"
-DEADLINE_S = 30.0
+PROGRAMS = Path(__file__).parent / "programs"
+DEADLINE_S = 60.0
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 
@@ -65,3 +66,23 @@ assert own.wait() == 7
 def test_an_orphan_is_reaped_and_the_status_of_a_child_is_left_to_its_owner() -> None:
     done = subprocess.run([*UNSHARE, sys.executable, "-c", REAPS], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_supervisor_reaps_orphans_also_while_it_drains(tmp_path: Path) -> None:
+    program, journal = str(PROGRAMS / "deployment.py"), tmp_path / "journal"
+    command = [*UNSHARE, sys.executable, program, str(tmp_path / "run"), str(journal), "leaves_an_orphan"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with process:
+        stop = threading.Timer(DEADLINE_S, process.kill)
+        stop.start()
+        try:
+            assert process.stderr is not None
+            assert any(line.replace(" ", "").rstrip().isdigit() for line in process.stderr)  # all are ready
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGTERM)
+            rest = process.stderr.read()
+            assert process.wait(DEADLINE_S) == 0, rest
+        finally:
+            stop.cancel()
+            process.kill()
+    assert journal.read_text().count("orphan reaped") == 4

@@ -7,6 +7,7 @@ import fcntl
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -22,6 +23,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline import claim
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.runtime import Runtime
 
@@ -482,6 +484,68 @@ def test_b24_a_folder_that_its_last_owner_took_along_is_made_again(runtime, monk
     monkeypatch.setattr(os, "open", after_it_was_removed)
     with runtime.own("encoder", 3) as owner:
         assert runtime.owner("encoder", 3) == owner
+
+
+def test_a_second_owner_is_refused_also_where_somebody_has_removed_the_folder(runtime, child):
+    owner = child(OWNER)
+    assert heard(owner) == "owned"
+    shutil.rmtree(runtime.directory)
+    who = f"'local' is already running: it is process {owner.pid}, whose lock file .*encoder-3.lock was removed"
+    with pytest.raises(DeploymentError, match=f"{who}.*kill -TERM {owner.pid}$"), runtime.own("encoder", 3):
+        pass
+    assert not runtime.directory.exists()
+    with runtime.own("encoder", 4):
+        pass
+    kill(owner)
+    with runtime.own("encoder", 3):
+        pass
+
+
+def test_a_lock_file_that_was_removed_alone_costs_the_owner_no_socket(runtime, child):
+    owner = child(OWNER)
+    assert heard(owner) == "owned"
+    runtime.lock("encoder", 3).unlink()
+    with pytest.raises(DeploymentError, match="was removed"), runtime.own("encoder", 3):
+        pass
+    runtime.lock("encoder", 3).touch(0o600)  # nobody's: what a sweep would remove
+    assert runtime.sweep() == []
+    assert Path(runtime.broker("encoder", 3)).is_socket()
+
+
+def test_the_owner_itself_makes_its_file_again(runtime):
+    with runtime.own("encoder", 3) as owner, contextlib.ExitStack() as held:
+        shutil.rmtree(runtime.directory)
+        assert runtime.keep("encoder", 3, held)
+        assert runtime.owner("encoder", 3).pid == owner.pid
+    assert not runtime.directory.exists()
+
+
+def test_a_name_that_another_user_holds_keeps_nobody_from_starting_and_is_told(runtime, monkeypatch):
+    """That user has no way into the folder, so it is not who is looked for."""
+    name = claim.address(f"encoder-3 {os.path.realpath(runtime.directory)}")
+    uid = os.geteuid()
+    with socket.socket(socket.AF_UNIX) as squatter, capture_logs() as logs:
+        squatter.bind(name)
+        squatter.listen()
+        monkeypatch.setattr(claim, "_holder", lambda name: claim.Holder(4711, uid + 1))
+        with runtime.own("encoder", 3):
+            pass
+    [log] = logs
+    assert log["event"] == "name_not_claimed"
+    assert log["problem"] == f"process 4711 of user {uid + 1} holds it"
+
+
+@pytest.mark.parametrize("backlog", [None, 0])
+def test_a_name_whose_holder_hides_keeps_nobody_from_starting(runtime, backlog):
+    name = claim.address(f"encoder-3 {os.path.realpath(runtime.directory)}")
+    with socket.socket(socket.AF_UNIX) as squatter, socket.socket(socket.AF_UNIX) as asking, capture_logs() as logs:
+        squatter.bind(name)
+        if backlog is not None:
+            squatter.listen(backlog)
+            asking.connect(name)  # nobody else can
+        with runtime.own("encoder", 3):
+            pass
+    assert [log["event"] for log in logs] == ["name_not_claimed"]
 
 
 def test_b24_the_lock_is_held_until_nothing_is_left(runtime, monkeypatch):

@@ -300,6 +300,38 @@ async def test_a_cancelled_block_cancels_the_stages(place: Place) -> None:
     assert sorted(place.notes) == sorted(f"{stage} cancelled" for stage in STAGES)
 
 
+@pytest.mark.parametrize("others", ["drains", "is_never_ready"])
+@pytest.mark.parametrize("late", ["imports", "blocks_its_loop"])
+async def test_a_stop_while_stages_start_waits_for_none_that_cannot_hear_of_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, late: str, others: str
+) -> None:
+    monkeypatch.setattr(module, "CANCEL_S", 3600.0)
+
+    async def start() -> None:
+        async with place.running(others, encoder_1=late):
+            pytest.fail("it is not ready")
+
+    with capture_logs() as logs:
+        starting = asyncio.create_task(start())
+        async with asyncio.timeout(DEADLINE_S):
+            while "encoder-1 starting" not in place.notes:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        starting.cancel()
+        ended, _ = await asyncio.wait([starting], timeout=DEADLINE_S)
+        starting.cancel()  # which kills them all, where this has failed
+        await asyncio.wait([starting])
+        assert ended
+        assert starting.cancelled()
+    pids = [log["pid"] for log in logs if log["event"] == "stage_started"]
+    assert len(pids) == 4
+    assert not any(map(psutil.pid_exists, pids))
+    killed = [f"{log['stage']}-{log['rank']}" for log in logs if log["event"] == "stage_killed"]
+    if late == "blocks_its_loop":
+        assert "encoder-1" in killed
+    else:
+        assert "encoder-1" not in killed, "the signal alone ends it"
+
+
 async def test_cancelled_while_draining_it_still_leaves_nothing(place: Place) -> None:
     async def draining() -> None:
         async with place.running("never_drains") as supervisor:

@@ -88,8 +88,7 @@ class Growth:
 
     def ask(self, sizes: Sequence[int]) -> int | None:
         """Room is wanted for ranges of these sizes, all at once. What to `wait` with; None: growing cannot make it."""
-        if self._lost is not None:
-            raise self._lost.with_traceback(None)  # else it would grow by every raise
+        self.check_context()
         if self._ended or time.monotonic_ns() < self._refused_until_ns:
             return None
         self._hear()
@@ -98,6 +97,12 @@ class Growth:
         self.wanted = tuple(sizes)
         self._wake.set()
         return self._round
+
+    def check_context(self) -> None:
+        """Raises the problem that cost this process its GPU, once the thread has met it: what is lent from then on
+        could not be written."""
+        if self._lost is not None:
+            raise self._lost.with_traceback(None)  # else it would grow by every raise
 
     def problem(self) -> Exception | None:
         """What went wrong in the thread, for somebody to say so: a lost context, whenever it is asked for; else the

@@ -292,11 +292,11 @@ class Pool:
         """A range of the pool to write into, for the length of a `with` block. Raises ValueError below 0 bytes.
 
         Entering raises PoolClosed, and PoolFull when nothing can be had now; in an elastic pool below its budget, when
-        no chunk came within `grow_wait_s`, or at once with patient=False; and where it cannot grow because this process
-        has lost its GPU, the CudaError, or error of torch's, that said so. The block's end settles the lease:
-        dispatched, and it is the consumers' until they acknowledge or die; not dispatched, and it comes back. Nothing
-        may write to the range after the block. In GPU memory: write on the stream that is current when the block
-        begins, or `View.join`; entering raises StreamCapturing too.
+        no chunk came within `grow_wait_s`, or at once with patient=False. Once an elastic pool has found that this
+        process has lost its GPU, entering raises the CudaError, or error of torch's, that said so, also where there is
+        room. The block's end settles the lease: dispatched, and it is the consumers' until they acknowledge or die; not
+        dispatched, and it comes back. Nothing may write to the range after the block. In GPU memory: write on the
+        stream that is current when the block begins, or `View.join`; entering raises StreamCapturing too.
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = whole("nbytes", nbytes, 0, MAX_NBYTES)
@@ -307,6 +307,8 @@ class Pool:
 
         If not, an elastic pool starts to grow for them: see `growing`."""
         with self._lock():
+            if self._growth is not None and not self._closed:
+                self._growth.check_context()
             while not self._closed:
                 if self._ledger.fits(sizes):
                     if self._growth is not None and self._growth.wanted:
@@ -445,6 +447,8 @@ class Pool:
 
     def _lend_now(self, nbytes: int) -> Grant:
         self._check_open()
+        if self._growth is not None:
+            self._growth.check_context()
         if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
             self._reclaim()
         while True:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tensorferry.codecs.errors import DeploymentError
@@ -58,6 +59,12 @@ async def is_never_ready(stop: Stop) -> None:
     await asyncio.Event().wait()
 
 
+async def blocks_its_loop(stop: Stop) -> None:
+    note("starting")
+    while True:
+        signal.pause()
+
+
 async def dies_at_start(stop: Stop) -> None:
     raise DeploymentError("there is no such file")
 
@@ -83,6 +90,19 @@ async def has_a_child(stop: Stop) -> None:
     await drains(stop)
 
 
+async def leaves_an_orphan(stop: Stop) -> None:
+    """While it drains; and it is done when somebody has taken the orphan's exit status."""
+    stop.announce_ready()
+    await stop.wait_draining()
+    shell = subprocess.run(["sh", "-c", "sleep 0.2 >/dev/null & echo $!"], capture_output=True, check=True)  # noqa: ASYNC221
+    async with asyncio.timeout(10.0):
+        with suppress(ProcessLookupError):
+            while True:
+                os.kill(int(shell.stdout), 0)  # a zombie is there
+                await asyncio.sleep(0.01)
+    note("orphan reaped")
+
+
 async def looks_around(stop: Stop) -> None:
     note(f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} MKL_NUM_THREADS={os.environ['MKL_NUM_THREADS']}")
     await drains(stop)
@@ -94,4 +114,8 @@ tether.hold()
 if behaviour == "looks_around":
     open_now = {int(fd) for fd in os.listdir("/proc/self/fd")} - {tether.lifeline, tether.status}
     note(f"descriptors {sorted(fd for fd in open_now if os.path.exists(f'/proc/self/fd/{fd}'))}")
+if behaviour == "imports":
+    note("starting")
+    while True:
+        signal.pause()
 sys.exit(run_process(globals()[behaviour], name=name, drain_s=20.0, tether=tether, on_orphaned=sweep))
