@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +24,9 @@ from tensorferry.pipeline.replay.report import size_text
 
 _BAR = 12
 _PLAIN_WIDTH = 130  #: of a table that goes to a file or a pipe
+_WIDE = 120  #: columns of a terminal from which on there is room for everything
+_NAME = 24  #: letters of a deployment's name, at most
+_HUNDRED = 100  #: of fewer latencies the 99th percentile is the longest
 _STATES = {"ready": "green", "waiting": "yellow", "leaving": "yellow", "quarantined": "red", "gone": "red"}
 #: What a process of each stage has done, by the gauge that counts it.
 _WORK = {"tokenizer": ("requests_ok", "requests"), "encoder": ("encoded_items", "items")}
@@ -44,10 +48,11 @@ class Look:
 @click.option("--every", "every_s", type=Real(0.1, 86_400), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print it once, with the rates of one period, and end.")
 def command(file: Path, settings: tuple[str, ...], every_s: float, once: bool) -> None:
-    """Watch the running deployment of FILE: rates, requests in flight, pools and fallbacks. Ctrl-C ends it.
+    """Watch the running deployment of FILE: rates, latencies, requests in flight, queues, pools. Ctrl-C ends it.
 
-    Rates are of the last period; what encoders and schedulers say is as old as their last heartbeat. To a file or a
-    pipe goes one table a period, below the other.
+    Rates are of the last period, latencies of the last minute, from a request's arrival to its answer; what encoders
+    and schedulers say is as old as their last heartbeat. It fits 80 columns of 24 lines; from 120 columns on there is
+    more. To a file or a pipe goes one table a period, below the other.
     """
     try:
         asyncio.run(_watch(load_deployment(file, settings), every_s, once))
@@ -62,46 +67,66 @@ async def _watch(deployment: Deployment, every_s: float, once: bool) -> None:
         while once or not console.is_terminal:
             await asyncio.sleep(every_s)
             now = Look(await client.refresh(), time.monotonic())
-            console.print(view(deployment.name, before, now))
+            console.print(view(deployment.name, before, now, console.width))
             sys.stdout.flush()
             if once:
                 return
             before = now
-        with Live(view(deployment.name, before, before), console=console, auto_refresh=False) as live:
+        now = before
+        with Live(console=console, auto_refresh=False) as live:
             while True:
+                shown = view(deployment.name, before, now, console.width, console.height)
+                live.update(shown, refresh=True)
                 await asyncio.sleep(every_s)
-                now = Look(await client.refresh(), time.monotonic())
-                live.update(view(deployment.name, before, now), refresh=True)
-                before = now
+                before, now = now, Look(await client.refresh(), time.monotonic())
 
 
-def view(name: str, before: Look, now: Look) -> Table:
-    """A line for each process."""
-    table = Table(title=Text(name), title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("process", no_wrap=True)
-    table.add_column("")
-    for head in ("in flight", "a second", "pool"):
-        table.add_column(head, justify="right")
-    table.add_column("", no_wrap=True)
-    for head in ("fallbacks", "failed", "busy", "cache hits"):
-        table.add_column(head, justify="right")
-    for member in now.members:
-        process = _name(member)
-        gauges = now.gauges[process]
-        table.add_row(
-            Text(process),
-            Text(member.state, _STATES.get(member.state, "")),
-            _whole(gauges, "in_flight"),
-            _rate(member, before, now),
-            *_pool(gauges),
-            Text(_whole(gauges, "drafts_pool_full"), "red" if gauges.get("drafts_pool_full") else ""),
-            *(
-                _whole(gauges, name) if member.stage == "tokenizer" else ""
-                for name in ("requests_failed", "requests_busy")
-            ),
-            _hits(gauges),
-        )
-    return table
+def view(name: str, before: Look, now: Look, width: int, height: int | None = None) -> RenderableType:
+    """A line for the whole deployment, and one for each process: for so many columns (80 or more) and lines.
+
+    height: None for as many as there are processes. Where they do not fit, those that are not ready come first.
+    """
+    wide = width >= _WIDE
+    columns = [column for column in _COLUMNS if column.wide in (None, wide)]
+    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column.head, justify=column.justify, no_wrap=True)
+    shown = now.members
+    if height is not None and len(shown) > (most := max(1, height - _AROUND)):
+        troubled_first = sorted(shown, key=lambda member: member.state == "ready")[:most]
+        shown = [member for member in shown if member in troubled_first]
+    for member in shown:
+        row = Row(member, before, now)
+        table.add_row(*(column.cell(row) for column in columns))
+    notes = []
+    if any(0 < now.gauges[_name(member)].get("latency_requests", 0) < _HUNDRED for member in shown):
+        notes.append(f"* the longest, of fewer than {_HUNDRED} requests")
+    if hidden := len(now.members) - len(shown):
+        notes.append(f"{hidden} more processes: see --once")
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in (_summary(name, before, now), *notes)]
+    return Group(lines[0], table, *lines[1:])
+
+
+#: Lines beside those of processes: the summary, two of heads, two notes, and where the cursor is.
+_AROUND = 6
+
+
+class Row:
+    """A process, as its cells show it."""
+
+    def __init__(self, member: Member, before: Look, now: Look) -> None:
+        self.member, self.name = member, _name(member)
+        self.gauges = now.gauges[self.name]
+        self.done_per_s = _per_s(member, before, now)
+
+
+class Column(NamedTuple):
+    """What a column says of a process. wide: whether for wide terminals, or for narrow ones; None: for both."""
+
+    head: str
+    cell: Callable[[Row], str | Text]
+    justify: Literal["left", "right"] = "right"
+    wide: bool | None = None
 
 
 def _name(member: Member) -> str:
@@ -112,27 +137,116 @@ def _whole(gauges: dict[str, float], name: str) -> str:
     return f"{gauges[name]:.0f}" if name in gauges else ""
 
 
-def _rate(member: Member, before: Look, now: Look) -> str:
-    """Of the same life of a process: another one counts from zero."""
+def _per_s(member: Member, before: Look, now: Look) -> float | None:
+    """Of the same life of a process: another one counts from zero. None: nothing is known, or counted."""
     process = _name(member)
     if member.stage not in _WORK or before.epochs.get(process) != member.epoch or now.at_s <= before.at_s:
-        return ""
-    gauge, what = _WORK[member.stage]
+        return None
+    gauge, _ = _WORK[member.stage]
     done = now.gauges[process].get(gauge, 0.0) - before.gauges[process].get(gauge, 0.0)
-    return f"{done / (now.at_s - before.at_s):.1f} {what}"
+    return done / (now.at_s - before.at_s)
 
 
-def _pool(gauges: dict[str, float]) -> tuple[str, Text]:
-    capacity = gauges.get("pool_capacity_nbytes", 0.0)
-    if not capacity:
-        return "", Text()
-    lent = gauges.get("pool_lent_nbytes", 0.0)
-    filled = round(_BAR * min(1.0, lent / capacity))
-    style = "red" if lent > 0.9 * capacity else "blue"
-    bar = Text("█" * filled, style).append("░" * (_BAR - filled), "dim")
-    return f"{size_text(int(lent))} of {size_text(int(capacity))}", bar
+def _rate(row: Row) -> str:
+    return "" if row.done_per_s is None else f"{row.done_per_s:.1f}"
 
 
-def _hits(gauges: dict[str, float]) -> str:
-    hits, misses = gauges.get("cache_hits"), gauges.get("cache_misses")
-    return f"{hits / (hits + misses):.0%}" if hits is not None and misses is not None and hits + misses else ""
+def _rate_of_what(row: Row) -> str:
+    return "" if row.done_per_s is None else f"{row.done_per_s:.1f} {_WORK[row.member.stage][1]}"
+
+
+def _uptime(row: Row) -> str:
+    """In the largest unit of which there are two or more."""
+    seconds = row.gauges.get("uptime_s")
+    if seconds is None:
+        return ""
+    for unit, unit_s in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _latency(row: Row, name: str, mark: str = "") -> str:
+    """mark: behind it where it is of fewer than a hundred."""
+    requests = row.gauges.get("latency_requests", 0)
+    return f"{row.gauges.get(name, 0.0):.0f}{mark if requests < _HUNDRED else ''}" if requests else ""
+
+
+def _state(row: Row) -> Text:
+    return Text(row.member.state, _STATES.get(row.member.state, ""))
+
+
+def _share(row: Row) -> float | None:
+    """Of its pool, what is lent; None: it has none."""
+    capacity = row.gauges.get("pool_capacity_nbytes", 0.0)
+    return row.gauges.get("pool_lent_nbytes", 0.0) / capacity if capacity else None
+
+
+def _percent(row: Row) -> Text:
+    share = _share(row)
+    return Text() if share is None else Text(f"{share:.0%}", "red" if share > _FULL else "")
+
+
+def _pool(row: Row) -> str:
+    if _share(row) is None:
+        return ""
+    return f"{size_text(int(row.gauges['pool_lent_nbytes']))} of {size_text(int(row.gauges['pool_capacity_nbytes']))}"
+
+
+def _bar(row: Row) -> Text:
+    share = _share(row)
+    if share is None:
+        return Text()
+    filled = round(_BAR * min(1.0, share))
+    return Text("█" * filled, "red" if share > _FULL else "blue").append("░" * (_BAR - filled), "dim")
+
+
+def _fallbacks(row: Row) -> Text:
+    return Text(_whole(row.gauges, "drafts_pool_full"), "red" if row.gauges.get("drafts_pool_full") else "")
+
+
+def _of_tokenizer(name: str) -> Callable[[Row], str]:
+    return lambda row: _whole(row.gauges, name) if row.member.stage == "tokenizer" else ""
+
+
+def _hits(hits: float, misses: float) -> str:
+    return f"{hits / (hits + misses):.0%}" if hits + misses else ""
+
+
+def _summary(name: str, before: Look, now: Look) -> str:
+    """The deployment in a line of up to 80 letters, most of the time."""
+    rows = [Row(member, before, now) for member in now.members]
+    ready = sum(row.member.state == "ready" for row in rows)
+
+    def total(gauge: str) -> float:
+        return sum(row.gauges.get(gauge, 0.0) for row in rows)
+
+    short = name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
+    per_s = sum(row.done_per_s or 0.0 for row in rows if row.member.stage == "tokenizer")
+    said = f"{short}: {ready} of {len(rows)} ready, {per_s:.1f} requests/s"
+    failed_and_busy = f"{total('requests_failed'):.0f} failed, {total('requests_busy'):.0f} busy"
+    hits = _hits(total("cache_hits"), total("cache_misses"))
+    return f"{said}, {failed_and_busy}" + (f", {hits} cache hits" if hits else "")
+
+
+_FULL = 0.9  #: of a pool: what is more is worth a look
+_COLUMNS = (
+    Column("process", lambda row: row.name, "left"),
+    Column("state", _state, "left"),
+    Column("up", _uptime),
+    Column("in\nflight", lambda row: _whole(row.gauges, "in_flight")),
+    Column("queue", lambda row: _whole(row.gauges, "queued")),
+    Column("done\n/s", _rate, wide=False),
+    Column("a second", _rate_of_what, wide=True),
+    Column("p50\nms", lambda row: _latency(row, "latency_p50_ms")),
+    Column("p99\nms", lambda row: _latency(row, "latency_p99_ms", "*")),
+    Column("pool", _percent, wide=False),
+    Column("pool", _pool, wide=True),
+    Column("", _bar, "left", wide=True),
+    Column("fall-\nbacks", _fallbacks),
+    Column("failed", _of_tokenizer("requests_failed"), wide=True),
+    Column("busy", _of_tokenizer("requests_busy"), wide=True),
+    Column(
+        "cache\nhits", lambda row: _hits(row.gauges.get("cache_hits", 0), row.gauges.get("cache_misses", 0)), wide=True
+    ),
+)

@@ -12,9 +12,18 @@ import structlog
 from tensorferry.cli.config import load_deployment, placing
 from tensorferry.codecs.facts import Facts
 from tensorferry.codecs.probe import gather
-from tensorferry.codecs.transport import GPU_TRANSPORTS, Decision, Wanted, decide, startup_fields
+from tensorferry.codecs.transport import GPU_TRANSPORTS, Budget, Decision, Wanted, decide, startup_fields
 from tensorferry.pipeline import telemetry
-from tensorferry.pipeline.config import Deployment, names_gpus, require_available
+from tensorferry.pipeline.config import (
+    MIB,
+    Deployment,
+    device_of,
+    encoder_pool_nbytes,
+    names_gpus,
+    ranks_of,
+    require_available,
+    tokenizer_pool_nbytes,
+)
 from tensorferry.pipeline.migration import Deprecation
 from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
 
@@ -57,9 +66,10 @@ def settle(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> D
     may_need_cuda = wanted.transport in ("auto", *GPU_TRANSPORTS) or (wanted.transport == "shm" and wanted.gpus_named)
     facts = gather(environ, cuda=bool(may_need_cuda))
     decision = decide(wanted, facts)
-    _tell(decision, facts, deployment)
     gpus = deployment.gpus and not decision.gpus_unused
-    return msgspec.structs.replace(deployment, transport=decision.transport, gpus=gpus)
+    decided = msgspec.structs.replace(deployment, transport=decision.transport, gpus=gpus)
+    _tell(decision, facts, decided, list(names_gpus(deployment)))
+    return decided
 
 
 def wanted_by(deployment: Deployment) -> Wanted:
@@ -78,17 +88,30 @@ def wanted_by(deployment: Deployment) -> Wanted:
     )
 
 
-def _tell(decision: Decision, facts: Facts, deployment: Deployment) -> None:
-    """A line for every rung that was refused, which is news only where there is a GPU, and one for the outcome."""
+def _tell(decision: Decision, facts: Facts, deployment: Deployment, naming: list[str]) -> None:
+    """A line for every rung that was refused, which is news only where there is a GPU, and one for the outcome.
+
+    deployment: as it was decided. naming: the keys that name GPUs, also where none is used.
+    """
     tell = log.warning if facts.has_gpu else log.info
     for refusal in decision.refusals:
         tell("transport_refused", transport=refusal.rung, reason=refusal.reason, remedy=refusal.remedy)
     fields = startup_fields(
         decision,
-        budget_mb=deployment.pool.budget_mb,
-        workers=deployment.tokenizer.workers,
+        facts,
+        features=_budget(deployment, "tokenizer", deployment.pool.budget_mb, tokenizer_pool_nbytes(deployment)),
+        embeddings=_budget(
+            deployment, "encoder", deployment.embeddings_pool.budget_mb, encoder_pool_nbytes(deployment)
+        ),
         handle_cache=deployment.pool.handle_cache,
     )
     log.info("transport_chosen", **fields)
     if decision.gpus_unused:
-        log.warning("gpus_unused", settings=list(names_gpus(deployment)), reason=decision.gpus_unused)
+        log.warning("gpus_unused", settings=naming, reason=decision.gpus_unused)
+
+
+def _budget(deployment: Deployment, stage: str, total_mb: int, each_nbytes: int) -> Budget:
+    """Of the pools that the processes of a stage have."""
+    ranks = ranks_of(deployment)[stage]
+    gpus = (device_of(deployment, stage, rank) for rank in range(ranks))
+    return Budget(total_mb, each_nbytes // MIB, ranks, tuple(gpu for gpu in gpus if gpu is not None))

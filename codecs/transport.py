@@ -69,7 +69,6 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str
     refusals: tuple[Refusal, ...] = ()
     handle: str = ""
-    base_gpu: str = ""  #: name and UUID of the GPU the pool lies in
     gpus_unused: str = ""  #: why no stage works on a GPU though some name one; "": they do, or none names one
 
 
@@ -139,38 +138,57 @@ def _taken(transport: Transport, reason: str, refusals: tuple[Refusal, ...], wan
     gpus_unused = ""
     if transport == "shm" and (found := _gpus(wanted, facts)) is not None:
         gpus_unused = found[0]
-    base_gpu = ""
-    if transport in GPU_TRANSPORTS and facts.cuda is not None:
-        base_gpu = f"{facts.cuda.gpus[0].name} {facts.cuda.gpus[0].uuid}"
-    return Decision(transport, reason, refusals, handles[transport], base_gpu, gpus_unused)
+    return Decision(transport, reason, refusals, handles[transport], gpus_unused)
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """What the pools of one kind, features' or embeddings', may take on this node."""
+
+    total_mb: int  #: MiB, of all together
+    each_mb: int  #: MiB, of each
+    processes: int  #: each of which has one
+    gpus: tuple[int, ...]  #: numbers of those the pools lie on, as CUDA shows them; none for pools in host memory
 
 
 def startup_fields(
-    decision: Decision, *, budget_mb: int, workers: int, handle_cache: bool
+    decision: Decision, facts: Facts, *, features: Budget, embeddings: Budget, handle_cache: bool
 ) -> dict[str, str | int | bool]:
     """What the log says of a decision when a deployment starts (promise P4).
 
-    budget_mb: of the features' pools on this node, MiB, over all `workers`. Without a pool nothing is said of one.
+    facts: those that were decided by; they name the GPUs. Without a pool nothing is said of one.
     """
     fields: dict[str, str | int | bool] = {"transport": decision.transport, "reason": decision.reason}
     if decision.transport == "cpu":
         return fields
-    fields |= {"handle": decision.handle, "tokenizer_workers": workers, "mib_per_worker": budget_mb // workers}
-    if decision.transport in GPU_TRANSPORTS:
+    on_gpu = decision.transport in GPU_TRANSPORTS
+    memory = "hbm" if on_gpu else "host"
+    fields |= {
+        "handle": decision.handle,
+        "tokenizer_workers": features.processes,
+        f"{memory}_budget_mib": features.total_mb,
+        "mib_per_worker": features.each_mb,
+        "encoder_ranks": embeddings.processes,
+        f"embeddings_{memory}_budget_mib": embeddings.total_mb,
+        "embeddings_mib_per_rank": embeddings.each_mb,
+    }
+    if on_gpu:
         fields |= {
-            "hbm_budget_mib": budget_mb,
-            "base_gpu": decision.base_gpu,
-            "cost": "the pool takes HBM, so it reduces KV-cache headroom",
+            "base_gpu": _named(features.gpus, facts),
+            "embeddings_gpu": _named(embeddings.gpus, facts),
+            "cost": "the pools take HBM, so they reduce KV-cache headroom",
             "when_full": "a tensor that finds the pool full travels as an inline CPU payload",
         }
     else:
-        fields |= {
-            "host_budget_mib": budget_mb,
-            "when_full": "a tensor that finds the pool full travels inside its message",
-        }
+        fields["when_full"] = "a tensor that finds the pool full travels inside its message"
     if decision.transport == "cuda_ipc":
         fields["handle_cache"] = handle_cache
     return fields
+
+
+def _named(gpus: tuple[int, ...], facts: Facts) -> str:
+    """Name and UUID of each of these GPUs."""
+    found = () if facts.cuda is None else facts.cuda.gpus
+    return ", ".join(f"{found[number].name} {found[number].uuid}" for number in sorted(set(gpus)))
 
 
 # --- what may stand in the way

@@ -57,6 +57,7 @@ class Stage:
         self.limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
         telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
         self.counters = telemetry.Counters(stage=stage, rank=str(rank))
+        self._began_s = time.monotonic()
         self.refusals = telemetry.Ration()  #: of log lines about them
         self.in_flight: Callable[[], int] = lambda: 0  #: set by the stage, for heartbeats
         self.numbers: Callable[[], Mapping[str, float]] = dict  #: its own gauges, the same
@@ -223,6 +224,7 @@ class Stage:
         since = self.busy_since()
         numbers["busy_s"] = 0.0 if since is None else time.monotonic() - since
         numbers["in_flight"] = self.in_flight()
+        numbers["uptime_s"] = time.monotonic() - self._began_s
         numbers["proxies_stale"] = self.reader.stale
         numbers["peers_quarantined"] = sum(peer.state == "quarantined" for peer in self.peers)
         if self.publisher.pool is not None:

@@ -354,7 +354,7 @@ class Encoder:
 
     def _numbers(self) -> Mapping[str, float]:
         """For the heartbeats: calls that went well and the items they had are the mean batch."""
-        numbers = {"encode_calls": self._calls, "encoded_items": self._encoded}
+        numbers = {"encode_calls": self._calls, "encoded_items": self._encoded, "queued": self._jobs.waiting}
         if self._cache is not None:
             numbers |= {"cache_hits": self._found, "cache_misses": self._encoded, "cache_nbytes": self._cache.nbytes}
         return numbers

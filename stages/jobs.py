@@ -83,6 +83,11 @@ class Jobs:
         """Those that wait, and those that were taken and are not done."""
         return self._unfinished
 
+    @property
+    def waiting(self) -> int:
+        """Those that were not taken yet."""
+        return len(self._waiting)
+
     def put_nowait(self, job: Job) -> None:
         self._waiting.append(job)
         self._unfinished += 1

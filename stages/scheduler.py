@@ -96,6 +96,7 @@ class Scheduler:
         self._busy_since: float | None = None
         stage.busy_since = lambda: self._busy_since
         stage.in_flight = lambda: len(self._pending) + len(self._ready) + len(self._running)
+        stage.numbers = lambda: {"queued": len(self._ready)}
 
     async def hear(self) -> None:
         """Take what peers send, for ever."""

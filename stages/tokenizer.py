@@ -37,6 +37,7 @@ from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.clients import Clients
 from tensorferry.stages.dispatch import Dispatch
+from tensorferry.stages.latencies import Latencies
 from tensorferry.stages.load import Load, Overload, Rate
 from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.registry import make_processor
@@ -126,7 +127,9 @@ class Tokenizer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = self._draining = False
+        self._latencies = Latencies()
         stage.in_flight = lambda: len(self._requests)
+        stage.numbers = self._numbers
         stage.busy_since = lambda: min((request.since for request in self._requests.values()), default=None)
 
     # --- clients
@@ -241,6 +244,11 @@ class Tokenizer:
         state = "leaving" if self._draining else "ready" if ready else "waiting"
         me = wire.Member("tokenizer", origin.rank, origin.epoch, state, self._stage.gauges())
         return wire.Members(origin, ready, (me, *peers.members()))
+
+    def _numbers(self) -> Mapping[str, float]:
+        """For clients and the metrics. What is queued here is planned or processed, or waits for that."""
+        queued = sum(not request.schedulers for request in self._requests.values())
+        return {"queued": queued, **self._latencies.numbers(time.monotonic())}
 
     # --- a request
 
@@ -424,6 +432,7 @@ class Tokenizer:
         ms = round((time.monotonic_ns() - received_ns) / 1e6, 1)
         if isinstance(outcome, wire.Result):
             self._stage.counters.count("requests_ok")
+            self._latencies.add(time.monotonic(), ms)
             log.info("answered", items=len(outcome.items), prompt_tokens=outcome.prompt_tokens, ms=ms)
         elif isinstance(outcome, wire.Busy):
             self._stage.counters.count("requests_busy")

@@ -217,7 +217,7 @@ async def test_requests_that_wait_together_share_a_call_and_get_messages_of_thei
     assert rank.answers(b"a") == [(0, 1), (1, 2)]
     assert rank.answers(b"b") == [(0, 3)]
     assert rank.answers(b"c") == [(0, 4), (1, 5), (2, 6)]
-    assert rank.encoder._numbers() == {"encode_calls": 1, "encoded_items": 6}
+    assert rank.encoder._numbers() == {"encode_calls": 1, "encoded_items": 6, "queued": 0}
 
 
 async def test_an_item_of_another_rank_is_not_encoded_here(rank_of: Any) -> None:
@@ -398,6 +398,7 @@ async def test_e4_a_hit_is_acknowledged_without_being_read(rank_of: Any) -> None
     assert (rank.answers(b"hit"), rank.answers(b"miss")) == ([(0, 1)], [(0, 2)])
     assert rank.encoder._numbers() == {
         "encode_calls": 2,
+        "queued": 0,
         "encoded_items": 2,
         "cache_hits": 1,
         "cache_misses": 2,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,3 +90,44 @@ def test_a_supervisor_reaps_orphans_also_while_it_drains(tmp_path: Path) -> None
             stop.cancel()
             process.kill()
     assert journal.read_text().count("orphan reaped") == 4
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as path:
+        yield Path(path)
+
+
+def children_of(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def test_up_reaps_the_orphans_of_its_container(folder: Path) -> None:
+    """One that somebody else has started there, and left; it ends when it is told to."""
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    settings = [argument for each in (f"runtime_dir={folder}/run", "transport=shm") for argument in ("--set", each)]
+    up = [*UNSHARE, "--mount-proc", sys.executable, "-m", "tensorferry", "up", "--config", str(LOCAL), *settings]
+    with subprocess.Popen(up, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        stop = threading.Timer(2 * DEADLINE_S, process.kill)
+        stop.start()
+        try:
+            assert process.stdout is not None
+            assert "is ready" in process.stdout.readline()
+            [first] = children_of(process.pid)  # of unshare's: the namespace's PID 1
+            stages = children_of(first)
+            leaves = ["sh", "-c", f"read word < {fifo} & exit"]
+            subprocess.run(["nsenter", "--target", str(first), "--pid", *leaves], check=True, timeout=DEADLINE_S)
+            [orphan] = children_of(first) - stages
+            fifo.write_text("end\n")
+            deadline = time.monotonic() + DEADLINE_S
+            while Path(f"/proc/{orphan}").exists():
+                assert time.monotonic() < deadline, "it is a zombie"
+                select.select([], [], [], 0.05)
+            assert children_of(first) == stages
+            os.kill(first, signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            stop.cancel()
+            process.kill()

@@ -18,6 +18,7 @@ from tensorferry.codecs.facts import UNTRIED, CudaFacts, Facts, Gpu, HostFacts, 
 from tensorferry.codecs.transport import (
     AVAILABLE,
     TRANSPORTS,
+    Budget,
     Wanted,
     decide,
     not_yet,
@@ -62,7 +63,9 @@ def cuda(*gpus: Gpu, **changes: Any) -> CudaFacts:
 
 CPU_ONLY = Facts(host(), NO_DRIVER)
 ONE_H200 = Facts(host(), cuda())
+TWO_H200 = Facts(host(), cuda(H200, msgspec.structs.replace(H200, uuid="GPU-0003")))
 RACK = Facts(host(imex=True), cuda(GB200))
+FEATURES, EMBEDDINGS = Budget(1024, 341, 3, (1, 1, 1)), Budget(256, 128, 2, (0, 1))
 
 # --- auto, one node (P2)
 
@@ -71,7 +74,7 @@ def test_p2_one_node_with_cuda_is_cuda_ipc() -> None:
     decision = decide(Wanted(), ONE_H200, ALL)
     assert (decision.transport, decision.refusals) == ("cuda_ipc", ())
     assert decision.reason == "one node with NVIDIA CUDA"
-    assert (decision.handle, decision.base_gpu) == ("CUDA IPC", "NVIDIA H200 GPU-0001")
+    assert decision.handle == "CUDA IPC"
 
 
 def test_p2_cuda_ipc_asks_for_no_opt_in_and_no_pp_size() -> None:
@@ -431,7 +434,7 @@ def test_one_place_says_what_this_version_has() -> None:
 def test_p2_a_model_of_text_alone_has_no_pool_and_the_log_names_none(transport: Any) -> None:
     decision = decide(Wanted(transport=transport, multimodal=False, opted_in=True), ONE_H200, ALL)
     assert (decision.transport, decision.refusals) == ("cpu", ())
-    fields = startup_fields(decision, budget_mb=1024, workers=2, handle_cache=True)
+    fields = startup_fields(decision, ONE_H200, features=FEATURES, embeddings=EMBEDDINGS, handle_cache=True)
     assert fields == {"transport": "cpu", "reason": "the model takes text alone, so no pool is reserved"}
 
 
@@ -446,17 +449,21 @@ def test_text_only_is_the_adapter_for_that() -> None:
 # --- the log (P4)
 
 
-def test_p4_the_log_of_a_gpu_pool() -> None:
-    decision = decide(Wanted(), ONE_H200, ALL)
-    assert startup_fields(decision, budget_mb=1024, workers=3, handle_cache=False) == {
+def test_p4_the_log_of_gpu_pools() -> None:
+    decision = decide(Wanted(), TWO_H200, ALL)
+    assert startup_fields(decision, TWO_H200, features=FEATURES, embeddings=EMBEDDINGS, handle_cache=False) == {
         "transport": "cuda_ipc",
         "reason": "one node with NVIDIA CUDA",
         "handle": "CUDA IPC",
         "tokenizer_workers": 3,
-        "mib_per_worker": 341,
         "hbm_budget_mib": 1024,
-        "base_gpu": "NVIDIA H200 GPU-0001",
-        "cost": "the pool takes HBM, so it reduces KV-cache headroom",
+        "mib_per_worker": 341,
+        "encoder_ranks": 2,
+        "embeddings_hbm_budget_mib": 256,
+        "embeddings_mib_per_rank": 128,
+        "base_gpu": "NVIDIA H200 GPU-0003",
+        "embeddings_gpu": "NVIDIA H200 GPU-0001, NVIDIA H200 GPU-0003",
+        "cost": "the pools take HBM, so they reduce KV-cache headroom",
         "when_full": "a tensor that finds the pool full travels as an inline CPU payload",
         "handle_cache": False,
     }
@@ -465,15 +472,19 @@ def test_p4_the_log_of_a_gpu_pool() -> None:
 @pytest.mark.parametrize(("nodes", "facts", "handle"), [(1, ONE_H200, "POSIX FD"), (2, RACK, "CUDA FABRIC")])
 def test_p4_the_log_says_what_handles_cuda_vmm_uses(nodes: int, facts: Facts, handle: str) -> None:
     decision = decide(Wanted(transport="cuda_vmm", nodes=nodes, opted_in=True), facts, ALL)
-    fields = startup_fields(decision, budget_mb=64, workers=1, handle_cache=True)
+    budget = Budget(64, 64, 1, (0,))
+    fields = startup_fields(decision, facts, features=budget, embeddings=budget, handle_cache=True)
     assert (fields["handle"], fields["hbm_budget_mib"]) == (handle, 64)
     assert "handle_cache" not in fields, "is of cuda_ipc"
 
 
-def test_p4_the_log_of_a_host_pool_speaks_of_no_hbm() -> None:
-    fields = startup_fields(decide(Wanted(), CPU_ONLY), budget_mb=64, workers=2, handle_cache=True)
+def test_p4_the_log_of_host_pools_speaks_of_no_hbm() -> None:
+    features, embeddings = Budget(64, 32, 2, ()), Budget(32, 32, 1, ())
+    decision = decide(Wanted(), CPU_ONLY)
+    fields = startup_fields(decision, CPU_ONLY, features=features, embeddings=embeddings, handle_cache=True)
     assert (fields["host_budget_mib"], fields["mib_per_worker"]) == (64, 32)
-    assert not {"hbm_budget_mib", "base_gpu", "cost", "handle_cache"} & fields.keys()
+    assert (fields["embeddings_host_budget_mib"], fields["embeddings_mib_per_rank"]) == (32, 32)
+    assert not [key for key in fields if "hbm" in key or "gpu" in key or key in ("cost", "handle_cache")]
 
 
 @pytest.fixture
