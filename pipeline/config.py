@@ -206,8 +206,8 @@ def load(
                 ("tokenizer", "options"),
             )
 
-    for keys, check in (*checks, (("tokenizer.processor", "tokenizer.options", "limits"), check_size)):
-        if not any(document.is_faulty(tuple(key.split("."))) for key in keys):
+    for needed, check in (*checks, (("tokenizer.processor", "tokenizer.options", "limits"), check_size)):
+        if not any(document.is_faulty(tuple(key.split("."))) for key in needed):
             with document.blaming():
                 check(deployment)
     document.check()

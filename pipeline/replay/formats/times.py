@@ -85,8 +85,8 @@ def value_at(row: dict[str, Any], field: str) -> object:
 def decided(times: Times, rows: Iterable[dict[str, Any]]) -> Times:
     """The unit by what the first rows say.
 
-    Numbers that would be a date since 2001 in one unit are in that one, not in the format's: as its own they would be an
-    offset of weeks or of millennia. They are only taken so where they are less than a day apart on average; numbers
+    Numbers that would be a date since 2001 in one unit are in that one, not in the format's: as its own they would be
+    an offset of weeks or of millennia. They are only taken so where they are less than a day apart on average; numbers
     farther apart are an offset in the format's unit, and so are those that would be dates in several units. Either way
     a sentence says it.
     """
