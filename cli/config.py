@@ -16,12 +16,27 @@ from tensorferry.pipeline.config import Check, Deployment, load, placed, require
 from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.migration import Deprecation, Tell
 from tensorferry.pipeline.spans import require_installed
-from tensorferry.stages.adapters.registry import check_model, import_adapter, supports_cuda_vmm_feature_transport
-from tensorferry.stages.engines.registry import check_engine, import_engine
+from tensorferry.stages.adapters.registry import (
+    check_model,
+    check_model_name,
+    import_adapter,
+    supports_cuda_vmm_feature_transport,
+)
+from tensorferry.stages.engines.registry import check_engine, check_engine_name, import_engine
 from tensorferry.stages.pairing import check_pairs
-from tensorferry.stages.processors.registry import check_processor, import_processor, largest_item_nbytes
+from tensorferry.stages.processors.registry import (
+    check_processor,
+    check_processor_name,
+    import_processor,
+    largest_item_nbytes,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: What decides on a processor, a model and an engine.
+_PROCESSOR = ("tokenizer.processor", "tokenizer.options")
+_MODEL = ("model.adapter", "model.path", "model.options")
+_ENGINE = ("scheduler.engine", "scheduler.options")
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 
@@ -56,16 +71,20 @@ def load_deployment(
     all mistakes; imports no torch, unless a plug-in does.
     """
     checks: list[Check] = [
-        (("tokenizer",), lambda made: check_processor(made.tokenizer.processor, made.tokenizer.options)),
-        (("model",), lambda made: check_model(made.model)),
-        (("scheduler",), lambda made: check_engine(made.scheduler)),
-        (("tokenizer", "model", "scheduler"), check_pairs),
-        (("telemetry",), _check_spans),
-        (("transport", "model"), partial(_check_opted_in, plugins=plugins)),
+        # What a name is of is told whatever is wrong with its options, and those are looked at where the name is known.
+        (("tokenizer.processor",), lambda made: check_processor_name(made.tokenizer.processor)),
+        (("model.adapter",), lambda made: check_model_name(made.model.adapter)),
+        (("scheduler.engine",), lambda made: check_engine_name(made.scheduler.engine)),
+        (_PROCESSOR, lambda made: check_processor(made.tokenizer.processor, made.tokenizer.options)),
+        (("model.adapter", "model.options"), lambda made: check_model(made.model)),
+        (_ENGINE, lambda made: check_engine(made.scheduler)),
+        ((*_PROCESSOR, *_MODEL, *_ENGINE), check_pairs),
+        (("telemetry.otlp_endpoint",), _check_spans),
+        (("transport", "model.adapter"), partial(_check_opted_in, plugins=plugins)),
         *more,
     ]
     if with_vocabulary:
-        checks.append((("tokenizer",), _check_vocabulary))
+        checks.append((("tokenizer.vocabulary",), _check_vocabulary))
     sizes = partial(_largest_item_nbytes, plugins=plugins)
     return load(file, settings, environ=environ, tell=tell, checks=checks, largest_item_nbytes=sizes)
 
@@ -118,9 +137,9 @@ def _plugins_of(deployment: Deployment) -> dict[str, str]:
 
 #: What looks into a plug-in: into each, whatever is wrong with the others.
 _IMPORTS: tuple[Check, ...] = (
-    (("tokenizer",), lambda made: _import(made, "tokenizer.processor", import_processor)),
-    (("model",), lambda made: _import(made, "model.adapter", import_adapter)),
-    (("scheduler",), lambda made: _import(made, "scheduler.engine", import_engine)),
+    (("tokenizer.processor",), lambda made: _import(made, "tokenizer.processor", import_processor)),
+    (("model.adapter",), lambda made: _import(made, "model.adapter", import_adapter)),
+    (("scheduler.engine",), lambda made: _import(made, "scheduler.engine", import_engine)),
 )
 
 

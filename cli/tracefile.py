@@ -101,6 +101,7 @@ def opened(trace: Path, rate: float | None, keys: Keys | None, seed: int, *, sch
     """
     recording = Recording(trace, rate=rate, keys=keys, seed=seed)
     if scheduled and not recording.scheduled:
-        problem = f"a trace of the format {recording.name} says in which order, not when; give it times with --rate"
+        problem = f"a trace of the format {recording.name} says in which order, not when; give it times with "
+        problem += "--rate, or name the field that has them: --keys time=FIELD,unit=s"
         raise TraceError(str(trace), None, problem)
     return recording

@@ -164,8 +164,9 @@ class Deployment(Spec, frozen=True):
     telemetry: TelemetrySpec = TelemetrySpec()
 
 
-#: Sections of a deployment file, and what raises ConfigError, with key and problem, where they are wrong. It is not
-#: asked where one of them has another mistake: what it would say might be a consequence of that.
+#: Keys of a deployment file, such as `pool.budget_mb`, or `pool` for its whole section, and what raises ConfigError,
+#: with key and problem, where they are wrong. It is not asked where one of them has another mistake: what it would say
+#: might be a consequence of that. So it names no key that it does not read.
 Check = tuple[tuple[str, ...], Callable[[Deployment], None]]
 
 
@@ -205,8 +206,8 @@ def load(
                 ("tokenizer", "options"),
             )
 
-    for sections, check in (*checks, (("tokenizer", "limits"), check_size)):
-        if not any(document.is_faulty((section,)) for section in sections):
+    for needed, check in (*checks, (("tokenizer.processor", "tokenizer.options", "limits"), check_size)):
+        if not any(document.is_faulty(tuple(key.split("."))) for key in needed):
             with document.blaming():
                 check(deployment)
     document.check()

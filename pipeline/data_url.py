@@ -31,7 +31,8 @@ def read_data_url(url: str) -> bytes:
         try:
             data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
         except binascii.Error as problem:
-            raise ValueError(f"the data of a data: URL are not base64: {problem}") from None
+            url_safe = "; write + and / for - and _" if b"-" in data or b"_" in data else ""
+            raise ValueError(f"the data of a data: URL are not base64: {problem}{url_safe}") from None
     if not data:
         raise ValueError("a data: URL that is empty")
     return data

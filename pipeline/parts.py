@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,9 @@ def _tokens(ids: npt.NDArray[np.int32]) -> wire.TokensPart:
 
 def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
     pictures, fps = video.frames, video.fps
-    if fps is not None and (not isinstance(fps, int | float | Fraction) or not 0.001 <= fps <= 1e6):
-        raise BadRequest(f"a video at {fps!r} fps; give 0.001 to 1000000, or None where it is not known")
+    number = isinstance(fps, Real) and not isinstance(fps, bool)  # Real: numpy's numbers, too
+    if fps is not None and not (number and 0.001 <= fps <= 1e6):
+        raise BadRequest(f"a video at {fps!r} fps; give 0.001 to 1000000, as a number, or None where it is not known")
     if isinstance(pictures, Source):
         if fps is not None:
             raise BadRequest(f"an animated file at {fps} fps; it has its own timing, so leave fps away")
@@ -143,7 +145,8 @@ def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
         if not isinstance(picture, bytes | memoryview):
             raise BadRequest(f"frame {index} of a video is a {type(picture).__name__}; give bytes, an encoded picture")
     frames += pictures
-    return wire.VideoPart(len(frames) - len(pictures), len(pictures), round((fps or 0.0) * 1000))
+    rate = fps if isinstance(fps, Fraction) else float(fps or 0)  # numpy's integers would run over
+    return wire.VideoPart(len(frames) - len(pictures), len(pictures), round(rate * 1000))
 
 
 def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:

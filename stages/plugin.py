@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from traceback import extract_tb
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -57,18 +57,19 @@ def import_class(key: str, reference: str) -> type[Any]:
 def blamed(key: str, what: str, *, unless: bool = False) -> Iterator[None]:
     """Whatever a plug-in raises inside the block leaves it as a ConfigError naming `key`: `what: KeyError: 'x'`.
 
-    Also what is no Exception, such as SystemExit. A ConfigError passes: it says more; so does the user's Ctrl-C.
+    Also what is no Exception, such as SystemExit. A ConfigError of this file's keys passes: it says more; so does the
+    user's Ctrl-C.
     unless: of what is built in, a bug keeps its traceback.
     """
     try:
         yield
-    except (ConfigError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         raise
     except BaseException as problem:  # a plug-in may raise anything
-        if unless:
+        if unless or (isinstance(problem, ConfigError) and all(one.file == UNPLACED for one in problem.each)):
             raise
-        text = " ".join(text_of(problem, 500).split())
-        reason = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+        text, name = " ".join(text_of(problem, 500).split()), " ".join(type(problem).__name__.split())
+        reason = f"{name}: {text}" if text else name
         raise bad_config(key, f"{what}: {reason}{_place(problem)}") from problem
 
 
@@ -97,7 +98,9 @@ def read_options(key: str, owner: str, form: type[Options], given: Mapping[str, 
         try:
             msgspec.convert(value, fields[name])
         except msgspec.ValidationError as problem:
-            mistakes.append(bad_config(f"{key}.{name}", f"{problem}, not {value!r}"))
+            wanted = f"expected one of {', '.join(map(str, get_args(fields[name])))}"
+            said = wanted if get_origin(fields[name]) is Literal else str(problem)
+            mistakes.append(bad_config(f"{key}.{name}", f"{said}, not {value!r}"))
     if mistakes:
         raise all_of(mistakes)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorferry.cli.config import load_deployment
 from tensorferry.codecs.errors import ConfigError, ConfigErrors
 from tensorferry.codecs.transport import TRANSPORTS, TRANSPORTS_MEANT
 from tensorferry.pipeline.config import load
@@ -26,6 +27,11 @@ RAISED = {
     "raise BaseException('two\\nlines')": "BaseException: two lines",
     "raise GeneratorExit": "GeneratorExit",
     "import nosuchmodule": "ModuleNotFoundError: No module named 'nosuchmodule'",
+    "raise type('two\\nlines', (Exception,), {})('x')": "two lines: x",
+    # As from `tensorferry.load("other.yaml")` in the plug-in: of another file, so not to be taken for this one's.
+    "import tensorferry; raise tensorferry.ConfigError('other.yaml', 7, 'name', 'bad')": (
+        "ConfigError: other.yaml:7: name: bad"
+    ),
 }
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -187,6 +193,49 @@ def test_all_mistakes_of_a_file_are_told_at_once(run: Run, tmp_path: Path) -> No
     for line, (number, key, problem) in zip(said, expected, strict=True):
         where = "--set" if number is None else f"{file}:{number}"
         assert line.startswith(f"{where}: {key}: {problem}")
+
+
+def test_a_mistake_hides_none_of_another_key_in_its_section(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "name: a\n"
+        "tokenizer: {workers: 0, processor: nope, vocabulary: none.json}\n"
+        "model: {path: 5, adapter: 'a:'}\n"
+        "scheduler: {groups: x, options: {service_ms: -1}}\n"
+        "embeddings_pool: {budget_mb: x}\n"
+        "telemetry: {log_level: loud, otlp_endpoint: nowhere}\n"
+    )
+    said = run("config", "check", str(file)).stderr.removeprefix("Error: ").splitlines()
+    assert {line.split(": ")[1] for line in said} == {
+        "tokenizer.workers",
+        "tokenizer.processor",
+        "tokenizer.vocabulary",
+        "model.path",
+        "model.adapter",
+        "scheduler.groups",
+        "scheduler.options.service_ms",
+        "embeddings_pool.budget_mb",
+        "telemetry.log_level",
+        "telemetry.otlp_endpoint",
+    }
+
+
+def test_a_name_is_looked_at_whatever_its_options_are(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "name: a\ntokenizer: {processor: nope, options: 5}\nmodel: {adapter: no, options: []}\n"
+        "scheduler: {engine: no, options: x}\n"
+    )
+    said = run("config", "check", str(file)).stderr.removeprefix("Error: ").splitlines()
+    keys = [f"{SECTIONS[kind]}.{key}" for kind in METHODS for key in (kind, "options")]
+    assert sorted(line.split(": ")[1] for line in said) == sorted(keys)
+
+
+def test_a_choice_that_is_none_is_told_the_choices(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("name: a\ntokenizer: {options: {dtype: int8}}\n")
+    with pytest.raises(ConfigError, match=r"options\.dtype: expected one of float32, bfloat16, not 'int8'$"):
+        load_deployment(file)
 
 
 def test_what_follows_from_a_mistake_is_not_told(tmp_path: Path) -> None:

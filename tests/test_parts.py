@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from tensorferry.pipeline.parts import Embeddings, Image, Video, on_wire, prompt
         ([Video([b"a", "b.png"])], "part 0: frame 1 of a video is a str; give bytes"),  # type: ignore[list-item]
         ([Video([b"a"], fps=1e300)], "part 0: a video at 1e+300 fps; give 0.001 to 1000000"),
         ([Video([b"a"], fps=float("nan"))], "part 0: a video at nan fps"),
+        ([Video([b"a"], fps=True)], "part 0: a video at True fps; give 0.001 to 1000000, as a number"),
+        ([Image("data:;base64,_w==")], "are not base64: Only base64 data is allowed; write + and / for - and _"),
         ([Video([b"a"], fps="2")], "part 0: a video at '2' fps"),  # type: ignore[arg-type]
         ([], "0 parts; give 1 to 4096"),
         (["a"] * 4097, "4097 parts; give 1 to 4096"),
@@ -123,3 +126,10 @@ def test_a_file_is_read_as_far_as_its_limit(tmp_path: Path) -> None:
 def test_a_file_that_says_it_is_empty_is_bounded_too() -> None:
     with pytest.raises(BadRequest, match="more than 3 bytes"):
         on_wire(Image("/proc/self/status"), [], file_nbytes=3)
+
+
+@pytest.mark.parametrize("fps", [np.float32(2.5), np.float64(2.5), np.int32(2), np.uint8(3), 2.5, Fraction(5, 2)])
+def test_a_rate_is_any_real_number(fps: Any) -> None:
+    [part] = prompt_on_wire([Video([b"a"], fps=fps)], [])
+    assert isinstance(part, wire.VideoPart)
+    assert part.frames_per_1000_s == round(1000 * float(fps))

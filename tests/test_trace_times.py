@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,65 @@ def test_created_of_openai_is_seconds_since_1970(tmp_path: Path, name: str) -> N
     row = {"messages": MESSAGES} if name == "mooncake" else ROWS[name][0]
     trace = read_trace(written(tmp_path, *({**row, "created": at} for at in (1717171717, 1717171719))))
     assert (trace.format, trace.span_ns, trace.wall) == (name, 2 * NS, True)
+
+
+@pytest.mark.parametrize("place", [(), ("body",), ("response", "body")])
+@pytest.mark.parametrize("key", ["created", "created_at"])
+def test_created_is_read_in_the_row_and_both_bodies(tmp_path: Path, place: tuple[str, ...], key: str) -> None:
+    rows = []
+    for at in (1717171717, 1717171719):
+        inner = row = copy.deepcopy(ROWS["openai-batch"][0])
+        for name in place:
+            inner = inner.setdefault(name, {})
+        inner[key] = at
+        rows.append(row)
+    assert read_trace(written(tmp_path, *rows)).span_ns == 2 * NS
+
+
+def test_created_in_milliseconds_is_told_by_its_size(tmp_path: Path) -> None:
+    path = written(tmp_path, *({**ROWS["openai-batch"][0], "created": at} for at in (1717171717250, 1717171719250)))
+    recording = Recording(path)
+    assert recording.survey().span_ns == 2 * NS
+    assert "created is taken as ms since 1970" in recording.decided
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        (
+            (1717171717.25, 1717430917.25),
+            "timestamp is taken as ms, although its size (1717171717.25) is that of a date in s",
+        ),
+        ((1717171717, 1717171717500), "timestamp is taken as ms, although its sizes (1717171717 to 1717171717500)"),
+        ((0, 3_000_000_000), ""),
+        ((1717171717000, 1719171717000), ""),
+    ],
+    ids=["days-apart", "two-units", "offsets", "dates"],
+)
+def test_a_unit_that_is_kept_against_the_numbers_is_told(tmp_path: Path, times: tuple[float, ...], told: str) -> None:
+    decided = Recording(written(tmp_path, *({**LENGTHS, "timestamp": at} for at in times))).decided
+    assert decided.startswith(told)
+    assert bool(decided) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["Timestamp,Request tokens,Response tokens", "1717171717000,1,1"], "--keys time=Timestamp,unit=UNIT"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens", "1717171717,1,1"], "--keys time=TIMESTAMP,unit=s"),
+        ([{"data": {"text_tokens": 5, "output_tokens": 1}, "timestamp": 10**17}], "--keys time=timestamp,unit=UNIT"),
+    ],
+    ids=["seconds", "dates", "json"],
+)
+def test_a_number_that_is_no_time_says_how_to_give_the_unit(tmp_path: Path, lines: list[Any], told: str) -> None:
+    result = CliRunner().invoke(main, ["trace", "describe", str(written(tmp_path, *lines))])
+    assert (result.exit_code, told in result.output) == (1, True), result.output
+
+
+def test_a_trace_of_no_known_times_says_how_to_name_them(tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt": "a", "timestamp": 5})
+    result = CliRunner().invoke(main, ["trace", "convert", str(path), "-"])
+    assert (result.exit_code, "--keys time=FIELD" in str(result.exception) + result.output) == (1, True)
 
 
 def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:

@@ -84,12 +84,17 @@ BUILT_IN = {
 FAMILIES = {"kimi-k2.5": True, "kimi-k3": True, "qwen2-vl": False, "qwen2.5-vl": False, "qwen3-vl": True}
 
 
+def check_model_name(adapter: str) -> None:
+    """Raise ConfigError unless `model.adapter` is built in or may be a plug-in; imports nothing."""
+    check_reference("model.adapter", adapter, BUILT_IN)
+
+
 def check_model(spec: ModelSpec) -> None:
     """Find mistakes in `model` without importing the adapter: a name or an option that does not exist.
 
     A plug-in's options are its own to check, when it is built. Raises ConfigError.
     """
-    check_reference("model.adapter", spec.adapter, BUILT_IN)
+    check_model_name(spec.adapter)
     if spec.adapter in BUILT_IN:
         read_options("model.options", spec.adapter, BUILT_IN[spec.adapter].options, spec.options)
 

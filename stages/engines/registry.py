@@ -30,12 +30,17 @@ BUILT_IN = {
 }
 
 
+def check_engine_name(engine: str) -> None:
+    """Raise ConfigError unless `scheduler.engine` is built in or may be a plug-in; imports nothing."""
+    check_reference("scheduler.engine", engine, BUILT_IN)
+
+
 def check_engine(spec: SchedulerSpec) -> None:
     """Find mistakes in `scheduler` without importing a plug-in: a name or an option that does not exist.
 
     A plug-in's options are its own to check, when it is built. Raises ConfigError.
     """
-    check_reference("scheduler.engine", spec.engine, BUILT_IN)
+    check_engine_name(spec.engine)
     if spec.engine in BUILT_IN:
         read_options("scheduler.options", spec.engine, BUILT_IN[spec.engine].options, spec.options)
     embedding_width(spec)

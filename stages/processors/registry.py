@@ -31,12 +31,17 @@ BUILT_IN = {
 }
 
 
+def check_processor_name(name: str) -> None:
+    """Raise ConfigError unless `tokenizer.processor` is built in or may be a plug-in; imports nothing."""
+    check_reference("tokenizer.processor", name, BUILT_IN)
+
+
 def check_processor(name: str, options: Mapping[str, object]) -> None:
     """Find mistakes in `tokenizer.processor` and its options without importing it: names that do not exist.
 
     A plug-in's options are its own to check, when it is built. Raises ConfigError.
     """
-    check_reference("tokenizer.processor", name, BUILT_IN)
+    check_processor_name(name)
     if name in BUILT_IN:
         read_options("tokenizer.options", name, BUILT_IN[name].options, {**BUILT_IN[name].preset, **options})
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.replay.formats.times import moment
 from tensorferry.pipeline.replay.request import (
     MAX_ID_CHARACTERS,
     MAX_IMAGES,
@@ -95,7 +96,13 @@ class ColumnRows:
         )
 
     def _date(self, cell: str) -> int:
-        at_ns, zoned = self._dates.read(cell)
+        try:
+            at_ns, zoned = self._dates.read(cell)
+        except BrokenRow as problem:
+            if problem.reason != "bad_time" or not cell.strip().replace(".", "", 1).isdigit():
+                raise
+            remedy = f"; of a number say the unit: --keys time={self._columns.time},unit=s"
+            raise BrokenRow("bad_time", f"{problem.problem}{remedy}") from None
         if zoned is not self._zoned:
             if self._zoned is not None:
                 raise BrokenRow("mixed_zones", "some rows name a time zone and some do not: they cannot be compared")
@@ -104,7 +111,7 @@ class ColumnRows:
 
     def _elapsed(self, cell: str) -> int:
         assert self._columns.unit_ns is not None
-        return nanoseconds(number(cell, self._columns.time), self._columns.time, self._columns.unit_ns)
+        return moment(number(cell, self._columns.time), self._columns.time, self._columns.unit_ns)
 
 
 def _count(cell: str, name: str, most: int) -> int:

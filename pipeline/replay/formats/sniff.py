@@ -75,7 +75,7 @@ def _times(file: str, kind: Lines, rows: Sequence[dict[str, Any]], keys: Keys | 
     times = kind.times
     if times is None or (kind.optional and all(times.value(row) is None for row in rows)):
         there = (field for field in CREATED if any(value_at(row, field) is not None for row in rows))
-        return next((Times(field, NS, True) for field in there), None)
+        return next((decided(Times(field, NS, True), rows) for field in there), None)
     return decided(times, rows) if kind.decides else times
 
 

@@ -12,7 +12,7 @@ from tensorferry.pipeline.replay.request import BrokenRow
 from tensorferry.pipeline.replay.values import NS, Number, nanoseconds, number, wall_clock
 
 #: Of OpenAI's objects: seconds since 1970.
-CREATED = ("created", "created_at", "body.created", "response.body.created")
+CREATED = tuple(f"{place}{key}" for place in ("", "body.", "response.body.") for key in ("created", "created_at"))
 UNITS_NS = {"s": NS, "ms": NS // 1000, "us": 1000, "ns": 1}
 #: Seconds since 1970 of times that somebody recorded: 2001 to 2128.
 _EPOCH_S = range(10**9, 5 * 10**9)
@@ -42,7 +42,7 @@ class Times(msgspec.Struct, frozen=True):
             return at_ns
         if self.spelt and isinstance(value, str):  # RAGPulse writes its seconds so
             value = number(value, self.field)
-        return nanoseconds(value, self.field, self.unit_ns)
+        return moment(value, self.field, self.unit_ns)
 
 
 class JsonRows:
@@ -62,6 +62,16 @@ class JsonRows:
         return self._times.at_ns(row) if self._times is not None else 0
 
 
+def moment(value: object, field: str, unit_ns: int) -> int:
+    """`nanoseconds` of what may have been written in another unit."""
+    try:
+        return nanoseconds(value, field, unit_ns)
+    except BrokenRow as problem:
+        if problem.reason != "out_of_range":
+            raise
+        raise BrokenRow(problem.reason, f"{problem.problem}; --keys time={field},unit=UNIT says another unit") from None
+
+
 def value_at(row: dict[str, Any], field: str) -> object:
     """By a key, or by keys inside each other."""
     if field in row or "." not in field:
@@ -73,22 +83,39 @@ def value_at(row: dict[str, Any], field: str) -> object:
 
 
 def decided(times: Times, rows: Iterable[dict[str, Any]]) -> Times:
-    """The unit by what the first rows say. Numbers that would be a date since 2001 in one unit are in that one, not in
-    the format's: as its own they would be an offset of weeks or of millennia. In seconds they are only taken so where
-    they are less than a day apart on average; numbers farther apart are an offset in the format's unit."""
+    """The unit by what the first rows say.
+
+    Numbers that would be a date since 2001 in one unit are in that one, not in the format's: as its own they would be
+    an offset of weeks or of millennia. They are only taken so where they are less than a day apart on average; numbers
+    farther apart are an offset in the format's unit, and so are those that would be dates in several units. Either way
+    a sentence says it.
+    """
     values = [value for row in rows if (value := _number(times.value(row))) is not None]
     if times.unit_ns is None or not values:
         return times
     gap = abs(Decimal(values[-1]) - Decimal(values[0])) / max(1, len(values) - 1)
-    for unit, unit_ns in UNITS_NS.items():
-        most = _EPOCH_S.stop * NS // unit_ns
-        if all(_EPOCH_S.start * NS // unit_ns <= value < most for value in values) and gap * unit_ns < _DAY_S * NS:
-            if unit_ns == times.unit_ns:
-                return msgspec.structs.replace(times, wall=True)
+    remedy = f"--keys time={times.field},unit=UNIT says otherwise"
+    sized = {unit: unit_ns for unit, unit_ns in UNITS_NS.items() if all(_is_date(value, unit_ns) for value in values)}
+    for unit, unit_ns in sized.items():
+        if unit_ns == times.unit_ns:
+            return msgspec.structs.replace(times, wall=True)
+        if gap * unit_ns < _DAY_S * NS:
             sentence = f"{times.field} is taken as {unit} since 1970, for its size ({values[0]}) and its spacing"
-            remedy = f"--keys time={times.field},unit=UNIT says otherwise"
             return msgspec.structs.replace(times, unit_ns=unit_ns, wall=True, decided=f"{sentence}; {remedy}")
+    usual = next((unit for unit, unit_ns in UNITS_NS.items() if unit_ns == times.unit_ns), "")
+    doubt = ""
+    if sized:
+        doubt = f"although its size ({values[0]}) is that of a date in {next(iter(sized))}, for its spacing"
+    elif all(any(_is_date(value, unit_ns) for unit_ns in UNITS_NS.values()) for value in values):
+        doubt = f"although its sizes ({min(values)} to {max(values)}) are those of dates in several units"
+    if usual and doubt and not times.wall:
+        return msgspec.structs.replace(times, decided=f"{times.field} is taken as {usual}, {doubt}; {remedy}")
     return times
+
+
+def _is_date(value: Number, unit_ns: int) -> bool:
+    """Whether so many units after 1970 lie within the years in which somebody recorded a trace."""
+    return _EPOCH_S.start * NS // unit_ns <= value < _EPOCH_S.stop * NS // unit_ns
 
 
 def _number(value: object) -> Number | None:
