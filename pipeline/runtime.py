@@ -8,6 +8,7 @@ The identity of a deployment is its name and the user's uid; both ends compute t
         encoder-3.in          its inbox
         encoder-3.pool        where it hands out descriptors of its pool
         tokenizer-0.door      where clients come in
+        encoder-3.settings    what it runs with, for those who attach
 
 With `network.bind` the doors, and with `network.inboxes: tcp` the inboxes too, are ports instead of files.
 
@@ -41,6 +42,7 @@ from tensorferry.pipeline.sockets import PATH_NBYTES, is_file
 log = structlog.get_logger()
 
 SOCKETS = (".in", ".door", ".pool")
+SETTINGS = ".settings"
 LONGEST_NAME_NBYTES = len("scheduler-65535.in")  #: of all socket names: `tokenizer-255.door` is as long
 HASH_NBYTES = 8  #: 16 hexadecimal digits
 PREFIX_NBYTES = 24  #: of the name, to be readable; fewer where room is short
@@ -145,6 +147,10 @@ class Runtime:
         """The file that the process holds locked."""
         return self._path(stage, rank, ".lock")
 
+    def settings(self, stage: str, rank: int) -> Path:
+        """The file in which the process says what it runs with; see `settings.Settings`."""
+        return self._path(stage, rank, SETTINGS)
+
     def _path(self, stage: str, rank: int, suffix: str) -> Path:
         return self.directory / f"{stage}-{rank}{suffix}"
 
@@ -173,7 +179,7 @@ class Runtime:
         """Be this process of the deployment, for the length of the block.
 
         What a dead owner left is taken over. Raises DeploymentError, naming the owner, when one is alive. Leave
-        the block after the last socket of yours is closed: what is still there of them is removed.
+        the block after the last socket of yours is closed: what is still there of them, and the settings, is removed.
         """
         descriptor = self._lock(stage, rank)
         path = self.lock(stage, rank)
@@ -184,11 +190,11 @@ class Runtime:
                 _sign(descriptor, owner)
             except OSError as problem:  # a full disk: the lock holds all the same, and `keep` signs it later
                 log.warning("owner_not_written", lock=str(path), problem=problem.strerror)
-            self._remove_sockets(stage, rank)
+            self._remove_left(stage, rank)
             try:
                 yield owner
             finally:
-                self._remove_sockets(stage, rank)
+                self._remove_left(stage, rank)
         finally:
             if is_file(str(path), found.st_dev, found.st_ino):  # else it was removed, and may be another's by now
                 path.unlink(missing_ok=True)  # while it is locked, so nobody takes a file that then goes
@@ -299,11 +305,12 @@ class Runtime:
                 return descriptor
             os.close(descriptor)
 
-    def _remove_sockets(self, stage: str, rank: int) -> None:
-        for suffix in SOCKETS:
+    def _remove_left(self, stage: str, rank: int) -> None:
+        """Sockets and settings; nothing else that has such a name."""
+        for suffix, kind in (*((suffix, stat.S_IFSOCK) for suffix in SOCKETS), (SETTINGS, stat.S_IFREG)):
             path = self._path(stage, rank, suffix)
             try:
-                if stat.S_ISSOCK(path.lstat().st_mode):
+                if stat.S_IFMT(path.lstat().st_mode) == kind:
                     path.unlink()
             except FileNotFoundError:
                 continue
