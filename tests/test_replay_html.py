@@ -164,6 +164,14 @@ def test_the_names_in_a_plot_are_not_cut(names: list[str]) -> None:
     assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1
 
 
+def test_names_of_any_length_leave_room_for_the_plot() -> None:
+    names = [f"{transport} " + "tokenizer.options.max_pixels=1000000 " * 8 for transport in ("shm", "cpu")]
+    values = {name: (0.1, 0.2, 0.3) for name in names}
+    element = charts.svg("p99", charts.intervals(values, ""))  # a warning of matplotlib's fails here
+    assert {"shm", "cpu"} <= set(re.findall(r"shm|cpu", element))
+    assert "\u2026" in element
+
+
 def test_what_a_trace_says_is_text_and_not_markup(make_run: MakeRun, tmp_path: Path) -> None:
     config = {"name": "<script>alert(1)</script>"}
     reader = read(report(read_run(make_run(tmp_path, config=config))))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from types import MappingProxyType
@@ -37,7 +38,7 @@ _PARTS = {
 WIDTH, HEIGHT = 5.0, 3.0
 
 #: Of a legend, in points: its width, what stands beside each name, and a character of 9 points.
-_LEGEND_PT, _HANDLE_PT, _CHARACTER_PT = 320.0, 30.0, 5.0
+_LEGEND_PT, _HANDLE_PT, _CHARACTER_PT = 320.0, 30.0, 4.6
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched and copied, and takes the page's font
@@ -252,7 +253,7 @@ def intervals(values: Mapping[str, tuple[float, float, float]], unit: str, *, se
         for place, (low, middle, high) in enumerate(values.values()):
             axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=3.5, solid_capstyle="round", alpha=0.45)
             axes.plot([middle], [place], "o", color=COLOURS[0], markersize=6)
-        axes.set_yticks(range(len(values)), list(values))
+        axes.set_yticks(range(len(values)), list(map(_folded, values)))
         axes.set_ylim(len(values) - 0.5, -0.5)
         axes.set_xlim(left=0)
         axes.tick_params(axis="y", length=0)
@@ -298,6 +299,11 @@ def _of_part(name: str) -> str:
     return _PARTS.get(name, BAD)
 
 
+def _folded(name: str) -> str:
+    """A name in three lines at most, and none so long that it takes the plot's room."""
+    return "\n".join(textwrap.wrap(name, 30, max_lines=3, placeholder=" \u2026")) or name
+
+
 def _time_axis(axes: Axes, end_s: float) -> None:
     axes.set_xlim(0, max(end_s, 1e-3))
     axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
@@ -305,8 +311,10 @@ def _time_axis(axes: Axes, end_s: float) -> None:
 
 def _legend(axes: Axes, count: int, *, columns: int = 4) -> None:
     """Above the plot, where it hides nothing; none for a single thing, which the caption names."""
-    names = axes.get_legend_handles_labels()[1]
-    if count > 1 and names:
-        a_name = _HANDLE_PT + _CHARACTER_PT * max(map(len, names))
+    handles, labels = axes.get_legend_handles_labels()
+    if count > 1 and labels:
+        names = list(map(_folded, labels))
+        a_name = _HANDLE_PT + _CHARACTER_PT * max(len(line) for name in names for line in name.splitlines())
         columns = max(1, min(columns, count, int(_LEGEND_PT / a_name)))  # else it is cut at the right
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, handlelength=1.2)
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+        axes.legend(handles, names, ncols=columns, handlelength=1.2, **place)

@@ -73,7 +73,7 @@ def _intervals(comparison: Comparison) -> list[Html]:
             if metric.key in line.values
         }
         if any(high for _, _, high in shown.values()):
-            height = 0.9 + 0.32 * len(shown)
+            height = 0.9 + 0.45 * len(shown)
             drawn = charts.intervals(shown, "%" if metric.unit == "%" else "", seconds=metric.unit == "s")
             explained = "More is better." if metric.more_is_better else "Less is better."
             figures.append(page.plot(metric.key.replace("_", "-"), metric.name, explained, drawn, height=height))

@@ -202,7 +202,7 @@ def _stages(run: Run) -> Html:
                 "The slowest requests",
                 "Each from when it was due; named by its line in the trace.",
                 charts.timelines(ways),
-                height=0.9 + 0.23 * len(rows),
+                height=1.3 + 0.23 * len(rows),
             )
         )
         tables.append(
