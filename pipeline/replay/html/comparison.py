@@ -55,7 +55,7 @@ def _table(comparison: Comparison) -> Html:
                 page.Marked(change, value.verdict) if value.verdict else change,
             ]
             rows.append(["" if number else metric.name, line.name, len(line.folders), *cells, value.verdict])
-    return page.table(("", "with", "runs", "value [95 %]", "from the first", ""), rows)
+    return page.table(("", "with", "runs", "value [95 %]", "from the first", ""), rows, said=(1,))
 
 
 def _distributions(groups: Sequence[Group]) -> Html:
