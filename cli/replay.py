@@ -13,11 +13,13 @@ from pathlib import Path
 
 import click
 import msgspec
+import structlog
 from rich.console import Console
 
 from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
 from tensorferry.cli.report import say_pages, write_pages
+from tensorferry.cli.running import as_running
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
@@ -45,6 +47,8 @@ from tensorferry.pipeline.telemetry import configure
 from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
+
+log = structlog.get_logger()
 
 PLAIN_WIDTH = 110  #: of a report that goes to a file or a pipe
 
@@ -126,6 +130,8 @@ def command(
 ) -> None:
     """Replay the recorded TRACE through the deployment of a file, and report.
 
+    With --attach, settings other than those of the running deployment are refused.
+
     Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok, 5 with --strict, it was not the recorded
     load; 2 wrong usage, 1 it could not be run.
     """
@@ -138,7 +144,9 @@ def command(
     if attach:
         require_available(deployment)
         configure(deployment.telemetry)
-        if deployment.transport == "auto":  # whoever started it has decided by the same machine
+        if (running := as_running(deployment, file, settings)) is not None:
+            deployment = running
+        elif deployment.transport == "auto":  # whoever started it has decided by the same machine
             deployment = settle(deployment)
     else:
         if deployment.telemetry.log_level == "info" and not _says_log_level(settings):
@@ -232,11 +240,15 @@ def _says_log_level(settings: Sequence[str]) -> bool:
 async def _connected(
     deployment: Deployment, file: Path, settings: Sequence[str], attach: bool
 ) -> AsyncIterator[Client]:
-    """A client of the deployment, which is started for it unless it runs already."""
+    """A client of the deployment, which is started for it unless it runs already. Raises ConfigError where that has
+    other settings."""
     async with AsyncExitStack() as undo:
         if not attach:
             await undo.enter_async_context(Supervisor.running(deployment, file, settings))
-        yield await undo.enter_async_context(Client.connect(deployment, timeout_s=deployment.timeouts.start_s))
+        client = await undo.enter_async_context(Client.connect(deployment, timeout_s=deployment.timeouts.start_s))
+        if attach and as_running(deployment, file, settings) is None:  # again: it may have been started meanwhile
+            log.warning("settings_not_compared", reason="the deployment has left no settings on this machine")
+        yield client
 
 
 class Sizer:

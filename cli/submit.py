@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.running import as_running
 from tensorferry.cli.values import InFile, Real, Words
 from tensorferry.codecs.errors import BadRequest
 from tensorferry.codecs.messages import MAX_OUTPUT_TOKENS, Busy, Failed, Result
@@ -57,13 +58,15 @@ def command(
 ) -> None:
     """Send one request to the running deployment of a file: its --image, --video and --text, in the order given.
 
-    Exit status: 0 served, 3 failed or busy; 2 wrong usage, 1 no deployment that is ready.
+    Exit status: 0 served, 3 failed or busy; 2 wrong usage, or settings that the running deployment does not have; 1 no
+    deployment that is ready.
     """
     given = {"text": iter(text), "image": iter(image), "video": iter(video)}
     parts = [PARTS[name](next(given[name])) for name in ctx.meta["parts"]]
     if not parts:
         raise click.UsageError("nothing to send: give at least one --image, --video or --text")
     deployment = load_deployment(file, settings)
+    deployment = as_running(deployment, file, settings) or deployment
     try:
         outcome = asyncio.run(_submit(deployment, parts, output_tokens, timeout_s))
     except BadRequest as problem:  # what was given: a file that is too large, say

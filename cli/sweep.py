@@ -199,5 +199,7 @@ def _outcome(status: int, folder: Path) -> str:
         return f"not run (exit status {status}); see {click.format_filename(_log_of(folder))}"
     s = read_run(folder).summary
     latency = s.latency_ms.from_intended or s.latency_ms.from_sent
-    took = "" if latency is None else f", p50 {latency.p50:.1f} ms, p99 {latency.p99:.1f} ms"
-    return f"{s.requests.ok} ok of {s.requests.sent}{took}"
+    if latency is None:
+        return f"{s.requests.ok} ok of {s.requests.sent}"
+    only = " (the maximum)" if "p99" in latency.maxima else ""
+    return f"{s.requests.ok} ok of {s.requests.sent}, p50 {latency.p50:.1f} ms, p99 {latency.p99:.1f} ms{only}"

@@ -8,6 +8,7 @@ The identity of a deployment is its name and the user's uid; both ends compute t
         encoder-3.in          its inbox
         encoder-3.pool        where it hands out descriptors of its pool
         tokenizer-0.door      where clients come in
+        encoder-3.settings    what it runs with, for those who attach
 
 With `network.bind` the doors, and with `network.inboxes: tcp` the inboxes too, are ports instead of files.
 
@@ -43,6 +44,7 @@ from tensorferry.pipeline.sockets import PATH_NBYTES, is_file
 log = structlog.get_logger()
 
 SOCKETS = (".in", ".door", ".pool")
+SETTINGS = ".settings"
 LONGEST_NAME_NBYTES = len("scheduler-65535.in")  #: of all socket names: `tokenizer-255.door` is as long
 HASH_NBYTES = 8  #: 16 hexadecimal digits
 PREFIX_NBYTES = 24  #: of the name, to be readable; fewer where room is short
@@ -147,6 +149,10 @@ class Runtime:
         """The file that the process holds locked."""
         return self._path(stage, rank, ".lock")
 
+    def settings(self, stage: str, rank: int) -> Path:
+        """The file in which the process says what it runs with; see `settings.Settings`."""
+        return self._path(stage, rank, SETTINGS)
+
     def _path(self, stage: str, rank: int, suffix: str) -> Path:
         return self.directory / f"{stage}-{rank}{suffix}"
 
@@ -176,7 +182,7 @@ class Runtime:
 
         What a dead owner left is taken over. Raises DeploymentError, naming the owner, when one is alive, also where
         somebody has removed its lock file. Leave the block after the last socket of yours is closed: what is still
-        there of them is removed.
+        there of them, and the settings, is removed.
         """
         with self._held(stage, rank) as descriptor, self._claimed(stage, rank):
             with self._owned(descriptor, stage, rank, config) as owner:
@@ -297,11 +303,11 @@ class Runtime:
             _sign(descriptor, owner)
         except OSError as problem:  # a full disk: the lock holds all the same, and `keep` signs it later
             log.warning("owner_not_written", lock=str(self.lock(stage, rank)), problem=problem.strerror)
-        self._remove_sockets(stage, rank)
+        self._remove_left(stage, rank)
         try:
             yield owner
         finally:
-            self._remove_sockets(stage, rank)
+            self._remove_left(stage, rank)
 
     def _lock(self, stage: str, rank: int) -> int:
         """The descriptor of the lock file, locked, and still the one that others will find."""
@@ -331,11 +337,12 @@ class Runtime:
                 return descriptor
             os.close(descriptor)
 
-    def _remove_sockets(self, stage: str, rank: int) -> None:
-        for suffix in SOCKETS:
+    def _remove_left(self, stage: str, rank: int) -> None:
+        """Sockets and settings; nothing else that has such a name."""
+        for suffix, kind in (*((suffix, stat.S_IFSOCK) for suffix in SOCKETS), (SETTINGS, stat.S_IFREG)):
             path = self._path(stage, rank, suffix)
             try:
-                if stat.S_ISSOCK(path.lstat().st_mode):
+                if stat.S_IFMT(path.lstat().st_mode) == kind:
                     path.unlink()
             except FileNotFoundError:
                 continue

@@ -31,6 +31,7 @@ from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.post import Post
 from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.settings import Settings
 from tensorferry.pipeline.share import PoolShare
 from tensorferry.pipeline.sockets import Denial
 from tensorferry.pipeline.upkeep import beat, forget
@@ -65,6 +66,7 @@ class Stage:
         self.on_mended: Callable[[Peer], None] = lambda peer: None  #: see `mended`; set by the stage
         self.locks = undo.enter_context(ExitStack())
         self.locks.enter_context(self.runtime.own(stage, rank))
+        self.settings = Settings(deployment, self.runtime, stage, rank)
         undo.callback(self.counters.close)
         if deployment.telemetry.prometheus_port is not None:
             self.counters.serve(deployment.telemetry.prometheus_port + port_offset(deployment, stage, rank))

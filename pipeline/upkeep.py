@@ -40,6 +40,8 @@ def _mend(stage: Stage) -> None:
     origin = stage.origin
     if stage.runtime.keep(origin.stage, origin.rank, stage.locks):
         log.warning("lock_file_made_again", directory=str(stage.runtime.directory))
+    if stage.settings.mend():
+        log.warning("settings_file_made_again", directory=str(stage.runtime.directory))
     for mend in stage.mends:
         if mend():
             log.warning("socket_file_made_again", directory=str(stage.runtime.directory))

@@ -8,7 +8,8 @@ import re
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
-from itertools import pairwise
+from importlib.resources import files
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import ReportError
 from tensorferry.codecs.messages import Gauge, Member
+from tensorferry.pipeline.marks import SPANS
 from tensorferry.pipeline.replay import series
 from tensorferry.pipeline.replay.folder import Run, read_run
 from tensorferry.pipeline.replay.gauges import Sampler
@@ -110,6 +112,64 @@ def test_a_report_says_what_was_done_and_what_came_of_it(make_run: MakeRun, tmp_
     said = read(report(read_run(make_run(tmp_path, [10] * 39 + [900], inline=(1,), failed=(7,))))).text
     for part in ("ab" * 32, "cd" * 32, "39", "ok of 40 sent", "line 40", "busy", "line 8: full", "name: local"):
         assert part in said, part
+
+
+@pytest.mark.parametrize(("count", "few"), [(25, True), (100, False)])
+def test_a_report_says_where_a_p99_is_a_maximum(make_run: MakeRun, tmp_path: Path, count: int, few: bool) -> None:
+    said = read(report(read_run(make_run(tmp_path, range(count))))).text
+    for part in (f"p99 of {count} latencies is their maximum", "latency p99, the maximum", "steps: p99 of fewer"):
+        assert (part in said) is few, part
+    steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    assert {tuple(step["since_sent"]["maxima"]) for step in steps} == {("p99",) if few else ()}
+
+
+def test_no_two_parts_of_a_way_look_alike() -> None:
+    """In light and in dark: at least 40 apart in one of red, green and blue, and none as what went wrong."""
+    parts = [charts._of_part(name) for name in (*SPANS.values(), series.UNSENT, series.FAILED)]
+    assert len(set(parts)) == len(parts)
+    style = files("tensorferry.pipeline.replay.html").joinpath("style.css").read_text(encoding="utf-8")
+    named = re.findall(r"--(c\d+): #(\w\w)(\w\w)(\w\w)", style)
+    light, dark = named[: len(named) // 2], named[len(named) // 2 :]
+    for theme in (light, dark):
+        rgb = {name: [int(part, 16) for part in parts] for name, *parts in theme}
+        for one, other in combinations((rgb[charts._VARIABLES[colour]] for colour in parts), 2):
+            assert max(abs(a - b) for a, b in zip(one, other, strict=True)) >= 40, (one, other)
+
+
+def test_every_cell_of_a_table_names_its_column_where_there_is_no_room_for_columns() -> None:
+    head, row = ("step", "p50", "p99 of <all>", "max", "runs", ""), ("a", 1, page.Marked("2", "worse"), 3, 4, 5)
+    html = page.table(head, [row])
+    assert 'class="wide"' in html
+    assert re.findall(r'<td[^>]* data-head="([^"]*)"', html) == ["p50", "p99 of &lt;all&gt;", "max", "runs"]
+    assert 'class="wide"' not in page.table(head[:5], [row[:5]])
+    assert "content: attr(data-head)" in page.document("", html).decode()
+
+
+def test_an_axis_of_durations_within_one_decade_has_numbers() -> None:
+    element = charts.svg("latency", charts.distributions({"a": np.array([0.02, 0.03, 0.057])}))
+    assert {"20 ms", "50 ms"} <= set(re.findall(r"\d+ ms", element))
+
+
+@pytest.mark.parametrize(
+    "names", [[f"tokenizer-{rank}" for rank in range(5)], ["pool.budget_mb=256 transport=shm"] * 2]
+)
+def test_the_names_in_a_plot_are_not_cut(names: list[str]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(charts.WIDTH, charts.HEIGHT), layout="constrained")
+    axes = figure.add_subplot()
+    at_s = np.array([0.0, 1.0])
+    charts.traces({f"{name}{n}": (at_s, at_s) for n, name in enumerate(names)}, "%", 1.0)(axes)
+    figure.draw_without_rendering()
+    assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_names_of_any_length_leave_room_for_the_plot() -> None:
+    names = [f"{transport} " + "tokenizer.options.max_pixels=1000000 " * 8 for transport in ("shm", "cpu")]
+    values = {name: (0.1, 0.2, 0.3) for name in names}
+    element = charts.svg("p99", charts.intervals(values, ""))  # a warning of matplotlib's fails here
+    assert {"shm", "cpu"} <= set(re.findall(r"shm|cpu", element))
+    assert "\u2026" in element
 
 
 def test_what_a_trace_says_is_text_and_not_markup(make_run: MakeRun, tmp_path: Path) -> None:

@@ -179,6 +179,24 @@ def test_quantiles_are_values_that_occurred() -> None:
     assert quantiles([]) is None
 
 
+@pytest.mark.parametrize(
+    ("count", "maxima"),
+    [(1, ["p50", "p90", "p99"]), (2, ["p90", "p99"]), (9, ["p90", "p99"]), (10, ["p99"]), (99, ["p99"]), (100, [])],
+)
+def test_a_percentile_that_is_the_maximum_is_said_to_be(count: int, maxima: list[str]) -> None:
+    q = quantiles(range(count))
+    assert q is not None
+    assert (q.count, q.maxima) == (count, maxima)
+    assert [name for name in ("p50", "p90", "p99") if getattr(q, name) == q.max] == maxima
+
+
+def test_the_table_says_which_percentiles_are_maxima() -> None:
+    said = printed(summary_of())
+    assert "p90 and p99 of 3 latencies are their maximum" in said
+    assert "p90 and p99 of 5 sends are their maximum" in said
+    assert "steps: p99 of fewer than 100 requests is their maximum" in said
+
+
 def test_late_sends_degrade_a_run() -> None:
     trace, preparation, replay = a_run()
     assert not summarise(trace, preparation, replay, setup()).run.degraded

@@ -109,10 +109,14 @@ def print_report(console: Console, summary: Summary) -> None:
         table.add_row(name, Text(value))
     console.print(table)
     console.print(_time_table(summary))
+    for note in maxima_notes(summary):
+        console.print(note, markup=False, highlight=False)
     if summary.run.speed == "max":
         console.print("at speed max there is no schedule, so neither intended times nor lateness")
     if summary.steps:
         console.print(_step_table(summary))
+        for note in step_notes(summary):
+            console.print(note, markup=False, highlight=False)
     for name, reasons in (("dropped", summary.dropped), ("failed", summary.failed)):
         for reason in reasons:
             console.print(_reason(name, reason), markup=False, highlight=False)
@@ -244,6 +248,21 @@ def _time_table(s: Summary) -> Table:
         values = ["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)]
         table.add_row(name, *values)
     return table
+
+
+def maxima_notes(s: Summary) -> Iterator[str]:
+    """Which percentiles of all requests are their maximum, as there are too few of them."""
+    for what, q in (("latencies", s.latency_ms.from_sent), ("sends", s.lateness_ms)):
+        if q is not None and q.maxima:
+            *others, last = q.maxima
+            names = f"{', '.join(others)} and {last}" if others else last
+            yield f"{names} of {q.count} {what} {'are' if others else 'is'} their maximum"
+
+
+def step_notes(s: Summary) -> Iterator[str]:
+    """The same of the steps."""
+    if any("p99" in step.since_sent.maxima for step in s.steps):
+        yield "steps: p99 of fewer than 100 requests is their maximum"
 
 
 def _step_table(summary: Summary) -> Table:

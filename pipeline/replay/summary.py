@@ -35,6 +35,8 @@ class Quantiles(msgspec.Struct, frozen=True):
     p90: float
     p99: float
     max: float
+    count: int = 0  #: of how many values; 0: by a version that did not say
+    maxima: list[str] = []  #: the percentiles that are the maximum, as there are too few values: `p99` below 100
 
 
 class TraceSummary(msgspec.Struct, frozen=True):
@@ -285,11 +287,11 @@ def quantiles(values_ns: Iterable[int]) -> Quantiles | None:
     ordered = sorted(values_ns)
     if not ordered:
         return None
-
-    def at(percent: int) -> float:
-        return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] / 1e6
-
-    return Quantiles(at(50), at(90), at(99), ordered[-1] / 1e6)
+    count = len(ordered)
+    ranks = {f"p{percent}": -(-count * percent // 100) for percent in (50, 90, 99)}  # from 1
+    p50, p90, p99 = (ordered[rank - 1] / 1e6 for rank in ranks.values())
+    maxima = [name for name, rank in ranks.items() if rank == count]
+    return Quantiles(p50, p90, p99, ordered[-1] / 1e6, count, maxima)
 
 
 def _rates(outcomes: Sequence[Outcome], *, scheduled: bool) -> Rates:

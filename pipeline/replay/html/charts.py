@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from types import MappingProxyType
@@ -23,14 +24,21 @@ if TYPE_CHECKING:
 
 #: Colours that nobody else uses, each of which becomes a variable of the page's style sheet.
 INK, MUTED, GRID, PAPER = "#010203", "#010204", "#010205", "#010206"
-COLOURS = tuple(f"#0102{number:02x}" for number in range(0x10, 0x1A))
+COLOURS = tuple(f"#0102{number:02x}" for number in range(0x10, 0x1C))
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
     colour: f"c{number}" for number, colour in enumerate(COLOURS)
 }
-_PARTS = [COLOURS[number] for number in (8, 9, 1, 9, 0, 2, 3, 6, 4, 7, 8)]  #: of parts of the way, `BAD` not among them
 BAD = COLOURS[5]  #: what one would rather not see
+#: Of each part of the way, none of them twice, and `BAD` not among them.
+_PARTS = {
+    name: COLOURS[number]
+    for name, number in zip((*SPANS.values(), UNSENT), (10, 9, 1, 11, 0, 2, 3, 6, 4, 7, 8), strict=True)
+}
 #: Inches of 72 points: narrow enough for a telephone, where a plot is as wide as the screen, to be read there.
 WIDTH, HEIGHT = 5.0, 3.0
+
+#: Of a legend, in points: its width, what stands beside each name, and a character of 9 points.
+_LEGEND_PT, _HANDLE_PT, _CHARACTER_PT = 320.0, 30.0, 4.6
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched and copied, and takes the page's font
@@ -104,6 +112,8 @@ def distributions(values_s: Mapping[str, Floats], marked: Sequence[float] = (0.5
     """Which share of the requests took at most so long; seconds, on a logarithmic axis."""
 
     def draw(axes: Axes) -> None:
+        from matplotlib.ticker import LogLocator
+
         for colour, dashes, (name, values) in zip(cycle(COLOURS), cycle(_DASHES), values_s.items(), strict=False):
             if len(values):
                 at_s, share = distribution(values)
@@ -112,6 +122,9 @@ def distributions(values_s: Mapping[str, Floats], marked: Sequence[float] = (0.5
         for wanted in marked:
             axes.axhline(wanted * 100, color=MUTED, linewidth=0.7, linestyle=(0, (2, 3)))
         axes.set_xscale("log")
+        low_s, high_s = axes.get_xlim()
+        if high_s < 100 * low_s:  # by themselves there would be one number on it, or none
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
         axes.xaxis.set_minor_formatter(lambda value, _: "")
         axes.set_ylim(0, 101)
@@ -194,8 +207,8 @@ def bars(values_s: Mapping[str, tuple[float, float]], names: tuple[str, str]) ->
     def draw(axes: Axes) -> None:
         places = np.arange(len(values_s))
         shorter, longer = zip(*values_s.values(), strict=True)
+        axes.barh(places, shorter, 0.62, color=COLOURS[0], label=names[0], zorder=2.1)  # in front, and named first
         axes.barh(places, longer, 0.62, color=MUTED, alpha=0.35, label=names[1])
-        axes.barh(places, shorter, 0.62, color=COLOURS[0], label=names[0])
         axes.set_yticks(places, list(values_s))
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
@@ -240,7 +253,7 @@ def intervals(values: Mapping[str, tuple[float, float, float]], unit: str, *, se
         for place, (low, middle, high) in enumerate(values.values()):
             axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=3.5, solid_capstyle="round", alpha=0.45)
             axes.plot([middle], [place], "o", color=COLOURS[0], markersize=6)
-        axes.set_yticks(range(len(values)), list(values))
+        axes.set_yticks(range(len(values)), list(map(_folded, values)))
         axes.set_ylim(len(values) - 0.5, -0.5)
         axes.set_xlim(left=0)
         axes.tick_params(axis="y", length=0)
@@ -283,8 +296,12 @@ def duration_text(value_s: float) -> str:
 
 def _of_part(name: str) -> str:
     """The colour of a part of a request's way: the same one in all plots."""
-    parts = [*SPANS.values(), UNSENT]
-    return BAD if name not in parts else _PARTS[parts.index(name) % len(_PARTS)]
+    return _PARTS.get(name, BAD)
+
+
+def _folded(name: str) -> str:
+    """A name in three lines at most, and none so long that it takes the plot's room."""
+    return "\n".join(textwrap.wrap(name, 30, max_lines=3, placeholder=" \u2026")) or name
 
 
 def _time_axis(axes: Axes, end_s: float) -> None:
@@ -294,7 +311,10 @@ def _time_axis(axes: Axes, end_s: float) -> None:
 
 def _legend(axes: Axes, count: int, *, columns: int = 4) -> None:
     """Above the plot, where it hides nothing; none for a single thing, which the caption names."""
-    if count > 1 and axes.get_legend_handles_labels()[0]:
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(0, 1), ncols=min(columns, count), borderaxespad=0.2, handlelength=1.2
-        )
+    handles, labels = axes.get_legend_handles_labels()
+    if count > 1 and labels:
+        names = list(map(_folded, labels))
+        a_name = _HANDLE_PT + _CHARACTER_PT * max(len(line) for name in names for line in name.splitlines())
+        columns = max(1, min(columns, count, int(_LEGEND_PT / a_name)))  # else it is cut at the right
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+        axes.legend(handles, names, ncols=columns, handlelength=1.2, **place)

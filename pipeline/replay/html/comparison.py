@@ -55,7 +55,7 @@ def _table(comparison: Comparison) -> Html:
                 page.Marked(change, value.verdict) if value.verdict else change,
             ]
             rows.append(["" if number else metric.name, line.name, len(line.folders), *cells, value.verdict])
-    return page.table(("", "with", "runs", "value [95 %]", "from the first", ""), rows)
+    return page.table(("", "with", "runs", "value [95 %]", "from the first", ""), rows, said=(1,))
 
 
 def _distributions(groups: Sequence[Group]) -> Html:
@@ -73,7 +73,7 @@ def _intervals(comparison: Comparison) -> list[Html]:
             if metric.key in line.values
         }
         if any(high for _, _, high in shown.values()):
-            height = 0.9 + 0.32 * len(shown)
+            height = 0.9 + 0.45 * len(shown)
             drawn = charts.intervals(shown, "%" if metric.unit == "%" else "", seconds=metric.unit == "s")
             explained = "More is better." if metric.more_is_better else "Less is better."
             figures.append(page.plot(metric.key.replace("_", "-"), metric.name, explained, drawn, height=height))

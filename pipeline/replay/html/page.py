@@ -62,21 +62,34 @@ def plots(*figures: Html) -> Html:
     return Html(f'<div class="plots">{"".join(figures)}</div>')
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, said: Sequence[int] = ()) -> Html:
-    """said: the columns that hold sentences rather than numbers. A cell may be `Marked`."""
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, said: Sequence[int] = (), caption: str = ""
+) -> Html:
+    """said: the columns that hold sentences rather than numbers. A cell may be `Marked`.
+
+    On a telephone each row of a table of more than five columns is a block, headed by its first cell, and its other
+    cells name their columns.
+    """
+    wide = len(head) > 5
 
     def cell(tag: str, column: int, value: object) -> str:
         kind = "said" if column in said else ""
         if isinstance(value, Marked):
             value, kind = value
         named = f' class="{kind}"' if kind else ""
+        if wide and tag == "td" and column and head[column]:
+            named += f' data-head="{text(head[column])}"'
         return f"<{tag}{named}>{text(value)}</{tag}>"
 
     def line(tag: str, values: Sequence[object]) -> str:
         return f"<tr>{''.join(cell(tag, column, value) for column, value in enumerate(values))}</tr>"
 
     body = "".join(line("td", values) for values in rows)
-    return Html(f'<div class="scroll"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>')
+    opened = '<table class="wide">' if wide else "<table>"
+    named = f"<caption>{text(caption)}</caption>" if caption else ""
+    return Html(
+        f'<div class="scroll">{opened}{named}<thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 class Marked(NamedTuple):

@@ -13,13 +13,29 @@ from tensorferry.pipeline.replay import series
 from tensorferry.pipeline.replay.folder import Row, Run
 from tensorferry.pipeline.replay.html import charts, page
 from tensorferry.pipeline.replay.html.page import Html
-from tensorferry.pipeline.replay.report import how_text, invented_text, size_text, trace_text, warnings
+from tensorferry.pipeline.replay.report import (
+    how_text,
+    invented_text,
+    maxima_notes,
+    size_text,
+    step_notes,
+    trace_text,
+    warnings,
+)
 from tensorferry.pipeline.replay.summary import Quantiles, Reason, Step, Summary
 from tensorferry.pipeline.yamlfile import emit
 
 SLOWEST = 12
-STEP_HEAD = ("ms", "until", "requests", "p50", "p99", "p50 since the send", "p99 since the send")
-SLOW_HEAD = ("slowest", "ms", "most of it", "prompt tokens", "items", "fallbacks")
+STEP_HEAD = (
+    "part of the way",
+    "until the step",
+    "requests",
+    "p50 after the step before",
+    "p99 after the step before",
+    "p50 after the send",
+    "p99 after the send",
+)
+SLOW_HEAD = ("request", "took, ms", "most of it, ms", "prompt tokens", "items", "fallbacks")
 _LAYER_POINTS = 240
 
 
@@ -40,7 +56,7 @@ def _first(s: Summary) -> Iterator[tuple[str, str]]:
     latency = s.latency_ms.from_intended or s.latency_ms.from_sent
     if latency is not None:
         yield "latency p50", charts.duration_text(latency.p50 / 1e3)
-        yield "latency p99", charts.duration_text(latency.p99 / 1e3)
+        yield f"latency p99{_only(latency)}", charts.duration_text(latency.p99 / 1e3)
     rates = {"scheduled": s.per_second.scheduled, "sent": s.per_second.sent, "ok": s.per_second.ok}
     for what, rate in rates.items():
         if rate is not None:
@@ -48,7 +64,7 @@ def _first(s: Summary) -> Iterator[tuple[str, str]]:
     if s.items.fallbacks is not None:
         yield f"of {s.items.count} items fell back to inline", str(s.items.fallbacks.items)
     if s.lateness_ms is not None:
-        yield "late sends, p99", charts.duration_text(s.lateness_ms.p99 / 1e3)
+        yield f"late sends, p99{_only(s.lateness_ms)}", charts.duration_text(s.lateness_ms.p99 / 1e3)
 
 
 def _latency(run: Run, bins: series.Bins) -> Html:
@@ -70,7 +86,8 @@ def _latency(run: Run, bins: series.Bins) -> Html:
         page.plot(
             "latency-over-time",
             "Latency over the run",
-            f"Of the requests that came within each {charts.duration_text(bins.width_s)}.",
+            f"Of the requests that came within each {charts.duration_text(bins.width_s)}; "
+            "where those are fewer than 100, their p99 is their maximum.",
             charts.lines(bins.edges_s, {"p50": p50, "p99": p99}, "", seconds=True, stepped=True),
         ),
     )
@@ -79,7 +96,8 @@ def _latency(run: Run, bins: series.Bins) -> Html:
         rows.insert(0, ("latency from intended time", s.latency_ms.from_intended))
         rows.append(("lateness of sending", s.lateness_ms))
     values = [[name, *_quantiles(q)] for name, q in rows]
-    return page.section("Latency", figures, page.table(("ms", "p50", "p90", "p99", "max"), values))
+    shown = page.table(("of each request", "p50", "p90", "p99", "max"), values, caption="times, ms")
+    return page.section("Latency", figures, shown, *map(page.note, maxima_notes(s)))
 
 
 def _load(run: Run, bins: series.Bins) -> Html:
@@ -174,7 +192,8 @@ def _stages(run: Run) -> Html:
                 height=0.7 + 0.3 * len(lengths),
             )
         )
-        tables.append(page.table(STEP_HEAD, map(_step, steps)))
+        tables.append(page.table(STEP_HEAD, map(_step, steps), caption="steps, ms"))
+        tables += map(page.note, step_notes(run.summary))
     if rows:
         ways = {_place(row): series.spans(run, row) for row in rows}
         figures.append(
@@ -183,10 +202,12 @@ def _stages(run: Run) -> Html:
                 "The slowest requests",
                 "Each from when it was due; named by its line in the trace.",
                 charts.timelines(ways),
-                height=0.9 + 0.23 * len(rows),
+                height=1.3 + 0.23 * len(rows),
             )
         )
-        tables.append(page.table(SLOW_HEAD, (_slow(run, row, ways[_place(row)]) for row in rows)))
+        tables.append(
+            page.table(SLOW_HEAD, (_slow(run, row, ways[_place(row)]) for row in rows), caption="the slowest")
+        )
     return page.section("Stages", page.plots(*figures), *tables) if figures else Html()
 
 
@@ -234,6 +255,10 @@ def _place(row: Row) -> str:
 
 def _examples(reason: Reason) -> str:
     return "; ".join(reason.examples)
+
+
+def _only(q: Quantiles) -> str:
+    return ", the maximum" if "p99" in q.maxima else ""
 
 
 def _quantiles(q: Quantiles | None) -> list[str]:
