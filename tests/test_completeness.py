@@ -162,6 +162,31 @@ def test_a_later_picture_of_a_png_animation_is_refused_where_it_is_short() -> No
         list(footage_of(AnimatedFile(short), LIMITS).pictures([0, 1]))
 
 
+def test_pictures_behind_the_last_that_is_looked_at_are_not_inflated_and_each_other_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames = [Image.effect_noise((32, 32), 10 + at) for at in range(9)]
+    footage = footage_of(AnimatedFile(encoded(frames[0], "PNG", save_all=True, append_images=frames[1:])), LIMITS)
+    inflated: list[object] = []
+    start = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", lambda: inflated.append(stream := start()) or stream)
+    assert len(list(footage.pictures([0, 1, 2, 3]))) == 4
+    assert len(inflated) == 4
+
+
+def test_a_picture_without_data_between_others_is_refused() -> None:
+    """The data of the picture behind it are not taken for its own."""
+    control = struct.pack(">LLLLHHBB", 8, 8, 0, 0, 1, 10, 0, 0)
+    pixels = zlib.compress(bytes(72))
+    chunks = [chunk(b"fcTL", struct.pack(">L", 0) + control), chunk(b"IDAT", pixels)]
+    chunks += [chunk(b"fcTL", struct.pack(">L", at) + control) for at in (1, 2)]
+    chunks += [chunk(b"fdAT", struct.pack(">L", 3) + pixels)]
+    head = chunk(b"IHDR", struct.pack(">LLBBBBB", 8, 8, 8, 0, 0, 0, 0)) + chunk(b"acTL", struct.pack(">LL", 3, 0))
+    data = b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + chunk(b"IEND", b"")
+    with pytest.raises(BadMedia, match="truncated: picture 1 of the PNG has 0 of its 72 bytes"):
+        list(footage_of(AnimatedFile(data), LIMITS).pictures([0, 1, 2]))
+
+
 @pytest.mark.parametrize(
     ("chunks", "problem"),
     [

@@ -22,8 +22,8 @@ NEAR = 3  #: how far the brightness of such a pixel may be from it, with chroma 
 
 
 def check_complete(container: Container, image: Image.Image) -> None:
-    """Raise BadMedia where a loaded picture was filled up. TIFF is checked before it is decoded; the other decoders
-    report it themselves."""
+    """Raise BadMedia where a loaded picture was filled up. TIFF and PNG animations are checked before they are decoded
+    (`tiff.check_whole`, `png.check_whole`); the other decoders report it themselves."""
     if container.format == "JPEG":
         found, wanted = jpeg.restarts(container.data)
         if found < wanted:
@@ -31,7 +31,7 @@ def check_complete(container: Container, image: Image.Image) -> None:
             raise BadMedia(f"truncated: the JPEG has {found} of the {wanted} restart markers of its {size} pixels")
         if _ends_gray(image):
             _check_jpeg(container, image)
-    elif container.format == "PNG" and (container.several or _ends_black(image)):
+    elif container.format == "PNG" and not container.several and _ends_black(image):
         png.check_whole(container.data)
 
 
