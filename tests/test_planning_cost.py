@@ -140,6 +140,35 @@ def avif_of_items(nbytes: int, count: int, units: bytes) -> bytes:
     return known + box(b"mdat", bytes(max(0, data_at - len(known) - 8)) + units).ljust(nbytes - len(known), b"\0")
 
 
+def avif_with(meta: Callable[[int], bytes], nbytes: int) -> bytes:
+    """An AVIF with boxes of so many bytes, at most, added at the end of its `meta` box. The pictures move."""
+    start = AVIF.index(b"meta") - 4
+    end = start + struct.unpack_from(">L", AVIF, start)[0]
+    return avif_moved(AVIF[start + 4 : end] + meta(nbytes - len(AVIF)))
+
+
+def avif_described(properties: Callable[[int], bytes], entries: Callable[[int], bytes], nbytes: int) -> bytes:
+    """An AVIF with other properties of items (behind its own), and other entries that give them to items."""
+    start = AVIF.index(b"meta") - 4
+    end = start + struct.unpack_from(">L", AVIF, start)[0]
+    whole, own = AVIF.index(b"iprp") - 4, AVIF.index(b"ipco") - 4
+    whole_nbytes, own_nbytes = (struct.unpack_from(">L", AVIF, at)[0] for at in (whole, own))
+    given = AVIF[own + own_nbytes : whole + whole_nbytes]
+    room = nbytes - len(AVIF)
+    iprp = box(b"ipco", AVIF[own + 8 : own + own_nbytes] + properties(room)) + (entries(room) or given)
+    return avif_moved(AVIF[start + 4 : whole] + box(b"iprp", iprp) + AVIF[whole + whole_nbytes : end])
+
+
+def avif_moved(meta: bytes) -> bytes:
+    """The AVIF with another `meta` box (from its kind on), and its pictures told of at their new place."""
+    start, data_at = AVIF.index(b"meta") - 4, AVIF.index(b"mdat") + 4
+    before = AVIF[:start] + struct.pack(">L", 4 + len(meta))
+    told, moved = (struct.pack(">L", at) for at in (data_at, len(before) + len(meta) + 8))
+    locations = meta.index(b"iloc")
+    meta = meta[:locations] + meta[locations:].replace(told, moved, 1)
+    return before + meta + AVIF[data_at - 8 :]
+
+
 UNIT = b"\x12\0"  #: an AV1 temporal delimiter, the shortest unit there is
 
 SHAPES: Mapping[str, Callable[[int], bytes]] = {
@@ -183,6 +212,53 @@ SHAPES: Mapping[str, Callable[[int], bytes]] = {
     ),
     "avif, items of the same bytes": lambda n: avif_of_items(n, 2000, UNIT * 1000),
     "avif, an item of units": lambda n: avif_of_items(n, 1, UNIT * (n // 2 - 2000)),
+    "avif, references": lambda n: avif_with(
+        lambda room: box(
+            b"iref",
+            struct.pack(">L", 1 << 24)
+            + b"".join(box(b"cdsc", struct.pack(">LHL", 9 + at, 1, 1)) for at in range(min(10**6, room // 18 - 2))),
+        ),
+        n,
+    ),
+    "avif, references of one item": lambda n: avif_with(
+        lambda room: box(
+            b"iref",
+            struct.pack(">L", 1 << 24)
+            + b"".join(
+                box(
+                    b"dimg",
+                    struct.pack(">LH60000L", 10**6 + at, 60_000, *range(60_000 * at + 9, 60_000 * (at + 1) + 9)),
+                )
+                for at in range(room // 240_100)
+            ),
+        ),
+        n,
+    ),
+    "avif, a group": lambda n: avif_with(
+        lambda room: box(
+            b"grpl",
+            box(
+                b"altr",
+                struct.pack(">LLL", 0, 7, room // 4 - 20) + struct.pack(f">{room // 4 - 20}L", *range(room // 4 - 20)),
+            ),
+        ),
+        n,
+    ),
+    "avif, properties": lambda n: avif_described(lambda room: box(b"none", b"") * (room // 8), lambda room: b"", n),
+    "avif, items with properties": lambda n: avif_described(
+        lambda room: b"",
+        lambda room: box(
+            b"ipma",
+            struct.pack(">LL", 1 << 24, room // 5) + b"".join(struct.pack(">LB", 1 + at, 0) for at in range(room // 5)),
+        ),
+        n,
+    ),
+    "avif, as many items as there may be": lambda n: avif_with(
+        lambda room: box(
+            b"iref", bytes(4) + b"".join(box(b"cdsc", struct.pack(">HHH", 9 + at, 1, 1)) for at in range(2000))
+        ),
+        n,
+    ),
     "bmp": lambda n: encoded("BMP", (512, (n - 2000) // 1536)),
 }
 
