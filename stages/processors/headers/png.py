@@ -201,7 +201,7 @@ class _Inflated:
 
     def __init__(self, view: memoryview, number: int, width: int, height: int) -> None:
         self.number = number
-        self._wanted = _pixel_nbytes(width, height, *unpack_from(">BB", view, 24), view[28])
+        self._wanted = _pixel_nbytes(width, height, view[24], view[25], view[28])
         self._found = 0
         self._stream = zlib.decompressobj()
 
