@@ -113,6 +113,14 @@ def webp_chunk(name: bytes, body: bytes) -> bytes:
     return name + struct.pack("<L", len(body)) + body + bytes(len(body) & 1)
 
 
+def webp_of_pictures(nbytes: int, within: bytes, count: int) -> bytes:
+    """An animated WebP of so many pictures at most, with chunks in each."""
+    head = webp_chunk(b"VP8X", bytes((2, 0, 0, 0, 15, 0, 0, 15, 0, 0))) + webp_chunk(b"ANIM", bytes(6))
+    picture = webp_chunk(b"ANMF", bytes(6) + b"\x0f\0\0\x0f\0\0\x64\0\0\0" + WEBP[12:] + within)
+    body = b"WEBP" + head + picture * max(1, min(count, (nbytes - 100) // len(picture)))
+    return b"RIFF" + struct.pack("<L", len(body)) + body
+
+
 def tiff(entries: list[tuple[int, int, int, int]], nbytes: int) -> bytes:
     known = [(256, 3, 1, 8), (257, 3, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 8)]
     known += [(277, 3, 1, 1), (278, 4, 1, 8), (279, 4, 1, 64)]
@@ -191,6 +199,9 @@ SHAPES: Mapping[str, Callable[[int], bytes]] = {
     "jpeg, junk": lambda n: jpeg(b"\xff\0", n),
     "jpeg, a scan of zeros": lambda n: jpeg_scan(b"\xff\0", n),
     "jpeg, a scan of restarts": lambda n: jpeg_scan(b"\xff\xd0", n),
+    "jpeg, tables": lambda n: jpeg(segment(0xDB, bytes(range(65))), n),
+    "jpeg, many tables in a segment": lambda n: jpeg(segment(0xDB, bytes(range(65)) * 1000), n),
+    "jpeg, colour segments": lambda n: jpeg(segment(0xE0, b"JFIF\0\1\1\1\0\1\0\1\0\0" + bytes(200)), n),
     "gif, crumbs": gif_of_crumbs,
     "gif, empty extensions": lambda n: gif(b"!\xfe\0", n),
     "gif, extensions of crumbs": lambda n: gif(b"!\xfe" + b"\1x" * 1000 + b"\0", n),
@@ -200,6 +211,11 @@ SHAPES: Mapping[str, Callable[[int], bytes]] = {
     "webp, exif": lambda n: webp(webp_chunk(b"EXIF", ENTRIES), n),
     "webp, xmp": lambda n: webp(webp_chunk(b"XMP ", NEARLY_XMP), n),
     "webp, one chunk": lambda n: webp(webp_chunk(b"none", bytes(n - 100 - len(WEBP))), n),
+    "webp, chunks within a picture": lambda n: webp_of_pictures(n, webp_chunk(b"none", b"") * (n // 8 - 99), 1),
+    "webp, pictures": lambda n: webp_of_pictures(n, b"", 4000),
+    "tiff, xmp": lambda n: tiff([(700, 1, n - 1000, 900)], 900) + (b"tiff:Orientation='x" * (n // 19))[: n - 900],
+    "tiff, a profile": lambda n: tiff([(34675, 7, n - 1000, 900)], n),
+    "tiff, a text": lambda n: tiff([(270, 2, n - 1000, 900)], n),
     "tiff, many entries": lambda n: tiff([(1000 + at, 7, 4, 8) for at in range(60_000)], n),
     "tiff, entries within the bound": lambda n: tiff([(1000 + at, 7, 4, 8) for at in range(500)], n),
     "tiff, entries of the same bytes": lambda n: tiff([(1000 + at, 7, n - 1000, 8) for at in range(500)], n),
