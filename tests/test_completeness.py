@@ -16,6 +16,7 @@ from PIL import Image
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia
 from tensorferry.stages.processors.footage import footage_of
+from tensorferry.stages.processors.headers.exif import read_directory
 from tensorferry.stages.processors.image import header, upright_rgb
 
 LIMITS = LimitsSpec()
@@ -72,6 +73,16 @@ def with_field(data: bytes, tag: int, value: int) -> bytes:
     return data[: at + 8] + (struct.pack("<HH", value, 0) if kind == 3 else struct.pack("<L", value)) + data[at + 12 :]
 
 
+def with_short_strips(data: bytes) -> bytes:
+    """A little-endian TIFF of one strip that ends half way; a JPEG ends there with its marker."""
+    with Image.open(io.BytesIO(data)) as image:
+        (start,), (nbytes,) = image.tag_v2[273], image.tag_v2[279]  # type: ignore[attr-defined]
+    half = start + nbytes // 2
+    if data[start : start + 2] == b"\xff\xd8":
+        return with_field(data[:half] + b"\xff\xd9" + data[half + 2 :], 279, nbytes // 2 + 2)
+    return with_field(data, 279, nbytes // 2)
+
+
 JPEGS = {
     "baseline": encoded(PHOTO, "JPEG", quality=85),
     "4:4:4": encoded(PHOTO, "JPEG", subsampling="4:4:4"),
@@ -92,6 +103,12 @@ SHORT: Mapping[str, Callable[[], bytes]] = {
     "png with a palette": lambda: png((64, 64), 8, 3, b"".join(b"\0" + b"\1" * 64 for _ in range(40)), PALETTE),
     "tiff whose strips are half": lambda: with_field(encoded(PHOTO, "TIFF"), 257, 224),
     "tiff, lzw": lambda: with_field(encoded(PHOTO, "TIFF", compression="tiff_lzw", strip_size=160 * 3 * 16), 257, 224),
+    **{
+        f"tiff, {compression}": lambda compression=compression, mode=mode: with_short_strips(
+            encoded(PHOTO.convert(mode), "TIFF", compression=compression)
+        )
+        for compression, mode in (("jpeg", "RGB"), ("jpeg", "L"), ("group3", "1"), ("group4", "1"), ("tiff_ccitt", "1"))
+    },
     "bmp": lambda: encoded(PHOTO, "BMP")[:-2000],
     "webp": lambda: encoded(PHOTO, "WEBP")[:-200],
     "avif": lambda: encoded(PHOTO, "AVIF")[:-200],
@@ -133,6 +150,14 @@ WHOLE = {
     "interlaced png of a column": png((1, 9), 8, 0, adam7(1, 9), interlaced=1),
     "png with more than it needs": png((64, 64), 8, 0, GRAY_ROWS + bytes(1000)),
     "tiff in tiles": encoded(PHOTO, "TIFF", compression="tiff_deflate", tiffinfo={322: 64, 323: 64}),
+    **{
+        f"tiff, {compression}, {strip_nbytes} bytes a strip, {'Big' if big else 'usual'}": encoded(
+            PHOTO.convert(mode), "TIFF", compression=compression, strip_size=strip_nbytes, big_tiff=big
+        )
+        for compression, mode in (("jpeg", "RGB"), ("jpeg", "L"), ("group3", "1"), ("group4", "1"), ("tiff_ccitt", "1"))
+        for strip_nbytes in (8000, 1 << 30)
+        for big in (False, True)
+    },
     "tiff of one strip": encoded(PHOTO, "TIFF"),
     **{f"jpeg, {name}": data for name, data in JPEGS.items()},
 }
@@ -148,6 +173,26 @@ def test_a_whole_picture_is_accepted_whatever_it_shows(name: str) -> None:
         assert (found == wanted).all()
 
 
+def test_strips_that_overlap_are_not_copied_one_by_one() -> None:
+    data = encoded(PHOTO.convert("1"), "TIFF", compression="group4", strip_size=20 * 8)
+    directory = read_directory(memoryview(data))
+    assert directory is not None
+    fields = {field.tag: field for field in directory.fields()}
+    overlapping = bytearray(data)
+    for at in range(fields[279].count):
+        struct.pack_into("<L", overlapping, fields[273].value + 4 * at, 8 + at)
+        struct.pack_into("<L", overlapping, fields[279].value + 4 * at, len(data) - 100)
+    with pytest.raises(BadMedia, match="overlap"):
+        upright_rgb(bytes(overlapping), LIMITS)
+    blank = encoded(Image.new("1", (160, 112), 1), "TIFF", compression="group4", strip_size=20 * 8)
+    fields = {field.tag: field for field in read_directory(memoryview(blank)).fields()}  # type: ignore[union-attr]
+    shared = bytearray(blank)
+    first = struct.unpack_from("<L", blank, fields[273].value)[0]
+    for at in range(fields[273].count):
+        struct.pack_into("<L", shared, fields[273].value + 4 * at, first)
+    assert upright_rgb(bytes(shared), LIMITS).min() == 255
+
+
 def test_a_later_picture_of_a_png_animation_is_refused_where_it_is_short() -> None:
     """As a video; as an image only the first picture counts."""
     frames = [Image.new("RGB", (32, 32), (at, 90, 9)) for at in (10, 200)]
@@ -160,6 +205,31 @@ def test_a_later_picture_of_a_png_animation_is_refused_where_it_is_short() -> No
     assert len(list(footage_of(AnimatedFile(data), LIMITS).pictures([0, 1]))) == 2
     with pytest.raises(BadMedia, match="truncated: picture 1 of the PNG has 20 of its"):
         list(footage_of(AnimatedFile(short), LIMITS).pictures([0, 1]))
+
+
+def test_pictures_behind_the_last_that_is_looked_at_are_not_inflated_and_each_other_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames = [Image.effect_noise((32, 32), 10 + at) for at in range(9)]
+    footage = footage_of(AnimatedFile(encoded(frames[0], "PNG", save_all=True, append_images=frames[1:])), LIMITS)
+    inflated: list[object] = []
+    start = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", lambda: inflated.append(stream := start()) or stream)
+    assert len(list(footage.pictures([0, 1, 2, 3]))) == 4
+    assert len(inflated) == 4
+
+
+def test_a_picture_without_data_between_others_is_refused() -> None:
+    """The data of the picture behind it are not taken for its own."""
+    control = struct.pack(">LLLLHHBB", 8, 8, 0, 0, 1, 10, 0, 0)
+    pixels = zlib.compress(bytes(72))
+    chunks = [chunk(b"fcTL", struct.pack(">L", 0) + control), chunk(b"IDAT", pixels)]
+    chunks += [chunk(b"fcTL", struct.pack(">L", at) + control) for at in (1, 2)]
+    chunks += [chunk(b"fdAT", struct.pack(">L", 3) + pixels)]
+    head = chunk(b"IHDR", struct.pack(">LLBBBBB", 8, 8, 8, 0, 0, 0, 0)) + chunk(b"acTL", struct.pack(">LL", 3, 0))
+    data = b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + chunk(b"IEND", b"")
+    with pytest.raises(BadMedia, match="truncated: picture 1 of the PNG has 0 of its 72 bytes"):
+        list(footage_of(AnimatedFile(data), LIMITS).pictures([0, 1, 2]))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,14 @@ def webp_chunk(name: bytes, body: bytes) -> bytes:
     return name + struct.pack("<L", len(body)) + body + bytes(len(body) & 1)
 
 
+def webp_of_pictures(nbytes: int, within: bytes, count: int) -> bytes:
+    """An animated WebP of so many pictures at most, with chunks in each."""
+    head = webp_chunk(b"VP8X", bytes((2, 0, 0, 0, 15, 0, 0, 15, 0, 0))) + webp_chunk(b"ANIM", bytes(6))
+    picture = webp_chunk(b"ANMF", bytes(6) + b"\x0f\0\0\x0f\0\0\x64\0\0\0" + WEBP[12:] + within)
+    body = b"WEBP" + head + picture * max(1, min(count, (nbytes - 100) // len(picture)))
+    return b"RIFF" + struct.pack("<L", len(body)) + body
+
+
 def tiff(entries: list[tuple[int, int, int, int]], nbytes: int) -> bytes:
     known = [(256, 3, 1, 8), (257, 3, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 8)]
     known += [(277, 3, 1, 1), (278, 4, 1, 8), (279, 4, 1, 64)]
@@ -140,6 +148,35 @@ def avif_of_items(nbytes: int, count: int, units: bytes) -> bytes:
     return known + box(b"mdat", bytes(max(0, data_at - len(known) - 8)) + units).ljust(nbytes - len(known), b"\0")
 
 
+def avif_with(meta: Callable[[int], bytes], nbytes: int) -> bytes:
+    """An AVIF with boxes of so many bytes, at most, added at the end of its `meta` box. The pictures move."""
+    start = AVIF.index(b"meta") - 4
+    end = start + struct.unpack_from(">L", AVIF, start)[0]
+    return avif_moved(AVIF[start + 4 : end] + meta(nbytes - len(AVIF)))
+
+
+def avif_described(properties: Callable[[int], bytes], entries: Callable[[int], bytes], nbytes: int) -> bytes:
+    """An AVIF with other properties of items (behind its own), and other entries that give them to items."""
+    start = AVIF.index(b"meta") - 4
+    end = start + struct.unpack_from(">L", AVIF, start)[0]
+    whole, own = AVIF.index(b"iprp") - 4, AVIF.index(b"ipco") - 4
+    whole_nbytes, own_nbytes = (struct.unpack_from(">L", AVIF, at)[0] for at in (whole, own))
+    given = AVIF[own + own_nbytes : whole + whole_nbytes]
+    room = nbytes - len(AVIF)
+    iprp = box(b"ipco", AVIF[own + 8 : own + own_nbytes] + properties(room)) + (entries(room) or given)
+    return avif_moved(AVIF[start + 4 : whole] + box(b"iprp", iprp) + AVIF[whole + whole_nbytes : end])
+
+
+def avif_moved(meta: bytes) -> bytes:
+    """The AVIF with another `meta` box (from its kind on), and its pictures told of at their new place."""
+    start, data_at = AVIF.index(b"meta") - 4, AVIF.index(b"mdat") + 4
+    before = AVIF[:start] + struct.pack(">L", 4 + len(meta))
+    told, moved = (struct.pack(">L", at) for at in (data_at, len(before) + len(meta) + 8))
+    locations = meta.index(b"iloc")
+    meta = meta[:locations] + meta[locations:].replace(told, moved, 1)
+    return before + meta + AVIF[data_at - 8 :]
+
+
 UNIT = b"\x12\0"  #: an AV1 temporal delimiter, the shortest unit there is
 
 SHAPES: Mapping[str, Callable[[int], bytes]] = {
@@ -162,6 +199,9 @@ SHAPES: Mapping[str, Callable[[int], bytes]] = {
     "jpeg, junk": lambda n: jpeg(b"\xff\0", n),
     "jpeg, a scan of zeros": lambda n: jpeg_scan(b"\xff\0", n),
     "jpeg, a scan of restarts": lambda n: jpeg_scan(b"\xff\xd0", n),
+    "jpeg, tables": lambda n: jpeg(segment(0xDB, bytes(range(65))), n),
+    "jpeg, many tables in a segment": lambda n: jpeg(segment(0xDB, bytes(range(65)) * 1000), n),
+    "jpeg, colour segments": lambda n: jpeg(segment(0xE0, b"JFIF\0\1\1\1\0\1\0\1\0\0" + bytes(200)), n),
     "gif, crumbs": gif_of_crumbs,
     "gif, empty extensions": lambda n: gif(b"!\xfe\0", n),
     "gif, extensions of crumbs": lambda n: gif(b"!\xfe" + b"\1x" * 1000 + b"\0", n),
@@ -171,6 +211,11 @@ SHAPES: Mapping[str, Callable[[int], bytes]] = {
     "webp, exif": lambda n: webp(webp_chunk(b"EXIF", ENTRIES), n),
     "webp, xmp": lambda n: webp(webp_chunk(b"XMP ", NEARLY_XMP), n),
     "webp, one chunk": lambda n: webp(webp_chunk(b"none", bytes(n - 100 - len(WEBP))), n),
+    "webp, chunks within a picture": lambda n: webp_of_pictures(n, webp_chunk(b"none", b"") * (n // 8 - 99), 1),
+    "webp, pictures": lambda n: webp_of_pictures(n, b"", 4000),
+    "tiff, xmp": lambda n: tiff([(700, 1, n - 1000, 900)], 900) + (b"tiff:Orientation='x" * (n // 19))[: n - 900],
+    "tiff, a profile": lambda n: tiff([(34675, 7, n - 1000, 900)], n),
+    "tiff, a text": lambda n: tiff([(270, 2, n - 1000, 900)], n),
     "tiff, many entries": lambda n: tiff([(1000 + at, 7, 4, 8) for at in range(60_000)], n),
     "tiff, entries within the bound": lambda n: tiff([(1000 + at, 7, 4, 8) for at in range(500)], n),
     "tiff, entries of the same bytes": lambda n: tiff([(1000 + at, 7, n - 1000, 8) for at in range(500)], n),
@@ -183,6 +228,53 @@ SHAPES: Mapping[str, Callable[[int], bytes]] = {
     ),
     "avif, items of the same bytes": lambda n: avif_of_items(n, 2000, UNIT * 1000),
     "avif, an item of units": lambda n: avif_of_items(n, 1, UNIT * (n // 2 - 2000)),
+    "avif, references": lambda n: avif_with(
+        lambda room: box(
+            b"iref",
+            struct.pack(">L", 1 << 24)
+            + b"".join(box(b"cdsc", struct.pack(">LHL", 9 + at, 1, 1)) for at in range(min(10**6, room // 18 - 2))),
+        ),
+        n,
+    ),
+    "avif, references of one item": lambda n: avif_with(
+        lambda room: box(
+            b"iref",
+            struct.pack(">L", 1 << 24)
+            + b"".join(
+                box(
+                    b"dimg",
+                    struct.pack(">LH60000L", 10**6 + at, 60_000, *range(60_000 * at + 9, 60_000 * (at + 1) + 9)),
+                )
+                for at in range(room // 240_100)
+            ),
+        ),
+        n,
+    ),
+    "avif, a group": lambda n: avif_with(
+        lambda room: box(
+            b"grpl",
+            box(
+                b"altr",
+                struct.pack(">LLL", 0, 7, room // 4 - 20) + struct.pack(f">{room // 4 - 20}L", *range(room // 4 - 20)),
+            ),
+        ),
+        n,
+    ),
+    "avif, properties": lambda n: avif_described(lambda room: box(b"none", b"") * (room // 8), lambda room: b"", n),
+    "avif, items with properties": lambda n: avif_described(
+        lambda room: b"",
+        lambda room: box(
+            b"ipma",
+            struct.pack(">LL", 1 << 24, room // 5) + b"".join(struct.pack(">LB", 1 + at, 0) for at in range(room // 5)),
+        ),
+        n,
+    ),
+    "avif, as many items as there may be": lambda n: avif_with(
+        lambda room: box(
+            b"iref", bytes(4) + b"".join(box(b"cdsc", struct.pack(">HHH", 9 + at, 1, 1)) for at in range(2000))
+        ),
+        n,
+    ),
     "bmp": lambda n: encoded("BMP", (512, (n - 2000) // 1536)),
 }
 

@@ -4,7 +4,8 @@ A picture that was filled up shows it where it ends, so most are known to be who
 Only where these are what a decoder fills up with is the exact question asked, which costs about as much as decoding.
 
 Not found out: a JPEG of which less than one block of pixels is missing, or that has lost data in its middle; a
-progressive JPEG that lacks the end of its later scans only, which is blurred there; a JPEG with arithmetic coding.
+progressive JPEG that lacks the end of its later scans only, which is blurred there; a JPEG with arithmetic coding;
+a TIFF of JPEG's first, abandoned form (compression 6).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import io
 from PIL import Image, ImageChops
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers import jpeg, png
+from tensorferry.stages.processors.headers import jpeg, png, tiff
 from tensorferry.stages.processors.headers.container import Container
 
 MID_GRAY = (127, 128)  #: what libjpeg's colours are where it has no data; 127 where they are inverted
@@ -22,16 +23,18 @@ NEAR = 3  #: how far the brightness of such a pixel may be from it, with chroma 
 
 
 def check_complete(container: Container, image: Image.Image) -> None:
-    """Raise BadMedia where a loaded picture was filled up. TIFF is checked before it is decoded; the other decoders
-    report it themselves."""
+    """Raise BadMedia where a loaded picture was filled up. The strips of a TIFF, and PNG animations, are counted before
+    they are decoded (`tiff.check_whole`, `png.check_whole`); the other decoders report it themselves."""
     if container.format == "JPEG":
         found, wanted = jpeg.restarts(container.data)
         if found < wanted:
             size = f"{image.width}x{image.height}"
             raise BadMedia(f"truncated: the JPEG has {found} of the {wanted} restart markers of its {size} pixels")
         if _ends_gray(image):
-            _check_jpeg(container, image)
-    elif container.format == "PNG" and (container.several or _ends_black(image)):
+            _check_longer("JPEG", jpeg.with_tails(container.data), image)
+    elif container.format == "TIFF":
+        _check_longer("TIFF", tiff.with_tails(container.data), image)
+    elif container.format == "PNG" and not container.several and _ends_black(image):
         png.check_whole(container.data)
 
 
@@ -51,14 +54,16 @@ def _ends_black(image: Image.Image) -> bool:
     return bool(image.info.get("interlace")) or not any(last.tobytes())
 
 
-def _check_jpeg(container: Container, image: Image.Image) -> None:
-    longer = jpeg.with_tails(container.data)
+def _check_longer(kind: str, longer: bytes | None, image: Image.Image) -> None:
+    """Raise BadMedia where the file with bytes behind its data makes another picture: they were read as pixels."""
     if longer is None:
         return
-    with Image.open(io.BytesIO(longer), formats=["JPEG"]) as again:
-        again.load()
+    size = f"{image.width}x{image.height}"
+    with Image.open(io.BytesIO(longer), formats=[kind]) as again:
+        try:
+            again.load()
+        except (OSError, SyntaxError):
+            raise BadMedia(f"truncated: the {kind}'s data end before its {size} pixels") from None
         differs = ImageChops.difference(image, again).getbbox(alpha_only=False)
     if differs is not None:
-        raise BadMedia(
-            f"truncated: the JPEG's data end before its {image.width}x{image.height} pixels, at row {differs[1]}"
-        )
+        raise BadMedia(f"truncated: the {kind}'s data end before its {size} pixels, at row {differs[1]}")

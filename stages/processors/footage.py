@@ -13,6 +13,7 @@ from PIL import Image
 
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Video
+from tensorferry.stages.processors.headers import png
 from tensorferry.stages.processors.headers.animations import Animation, read_animation
 from tensorferry.stages.processors.image import contained, decoded, explained, header, opened, upright
 
@@ -111,12 +112,15 @@ class _Animated:
         return found.width, found.height
 
     def pictures(self, numbers: Sequence[int]) -> Generator[Image.Image]:
-        container, at = self.animation.container, -1
+        container, at, skipped = self.animation.container, -1, self.animation.skipped
+        shown = self._shown(numbers)
         with opened(container, self.limits) as (image, orientation):
-            for number in self._shown(numbers):
+            if container.several and shown:  # once, as a look at each picture would walk over all before it again
+                png.check_whole(container.data, skipped, skipped + shown[-1])
+            for number in shown:
                 if number != at:
                     with _of_frame(number), explained(container.format):
-                        image.seek(number + self.animation.skipped)
+                        image.seek(number + skipped)
                         picture = decoded(container, image, orientation)
                     at = number
                 yield picture

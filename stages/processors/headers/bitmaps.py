@@ -65,13 +65,18 @@ def read_webp(view: memoryview) -> Container:
     position = 12
     while position + 8 <= end:
         work.piece()
-        name, (nbytes,) = bytes(view[position : position + 4]), unpack_from("<L", view, position + 4)
-        body = view[position + 8 : position + 8 + nbytes]
+        name, nbytes = unpack_from("<4sL", view, position)
         if name == b"EXIF" and not exif:
+            body = view[position + 8 : position + 8 + nbytes]
             prefixed = bytes(body[:6]) == b"Exif\0\0"  # not of the format, but some writers add it
             exif.append(exif_orientation(body[6:] if prefixed else body))
         elif name == b"XMP " and not xmp:
-            xmp.append(xmp_orientation(body))
+            xmp.append(xmp_orientation(view[position + 8 : position + 8 + nbytes]))
+        elif name == b"ANMF":  # chunks again, behind 16 bytes, over which libwebp walks
+            inner, last = position + 24, min(position + 8 + nbytes, end) - 8
+            while inner <= last:
+                work.piece()
+                inner += 8 + (unpack_from("<L", view, inner + 4)[0] + 1 & ~1)
         position += 8 + nbytes + (nbytes & 1)
     return Container("WEBP", _with_alpha(view), size, next(filter(None, exif + xmp), UPRIGHT))
 

@@ -69,6 +69,11 @@ class Directory:
         value: int = struct.unpack_from(self.order + code, self.view, field.value)[0]
         return value
 
+    def numbers(self, field: Field) -> tuple[int, ...]:
+        """All values of a field of whole numbers; of any other none. Raises struct.error."""
+        code = _WHOLE.get(field.kind)
+        return struct.unpack_from(f"{self.order}{field.count}{code}", self.view, field.value) if code else ()
+
 
 def read_directory(view: memoryview) -> Directory | None:
     """The first directory of a TIFF structure; None where this is none. Raises struct.error where it is cut."""

@@ -15,12 +15,12 @@ from tensorferry.stages.processors.headers.work import Work
 #: hold minutes of work. Encoders write about ten.
 MAX_SCANS = 64
 
-SOI, EOI, SOS, DRI, DHP, EXP, TEM = 0xD8, 0xD9, 0xDA, 0xDD, 0xDE, 0xDF, 0x01
+SOI, EOI, SOS, DQT, DRI, DHP, EXP, TEM = 0xD8, 0xD9, 0xDA, 0xDB, 0xDD, 0xDE, 0xDF, 0x01
 APP0, APP1, APP14, APP15, COM = 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
 RESTARTS = range(0xD0, 0xD8)
 ARITHMETIC = frozenset({0xC9, 0xCA})
 #: Bytes that no scan reads that is whole, and from which one that is not makes a noise.
-_TAIL = bytes((7 * at * at + 31 * at + 90) % 251 + 1 for at in range(509))
+TAIL = bytes((7 * at * at + 31 * at + 90) % 251 + 1 for at in range(509))
 #: Start of frame: all of 0xC0..0xCF but DHT, JPG and DAC.
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 #: Baseline, extended, progressive, and the latter two with arithmetic coding: what libjpeg decodes.
@@ -31,6 +31,7 @@ COLOUR_SEGMENTS = frozenset({(APP0, b"JFIF\0"), (APP14, b"Adobe")})
 
 #: Bytes that are searched for a marker at once: they and what is made of them stay in a core's cache.
 _BLOCK = 1 << 16
+_TABLE_PIECES = 4  #: of work, for Pillow to read a segment, or one of its quantization tables
 _SEARCH_PIECES = 8  #: of work, to search where a marker does not stand at once
 
 
@@ -80,6 +81,8 @@ def read_jpeg(view: memoryview) -> Container:
             if (marker, label[:5]) not in COLOUR_SEGMENTS:
                 position = end
                 continue
+        if not scans:  # Pillow reads what comes before the pixels in Python; a table is 65 bytes
+            work.piece(_TABLE_PIECES * (1 + len(segment) // 65 if marker == DQT else 1))
         kept.append(view[start:end])
         position = end
     if not size or not scans:
@@ -125,15 +128,18 @@ def _read_frame(marker: int, segment: memoryview) -> tuple[int, int]:
 
 
 def with_tails(data: bytes | memoryview) -> bytes | None:
-    """What `read_jpeg` has made, with bytes behind every scan that mean nothing. A decoder makes the same picture of it
-    exactly if every scan has all of its data. None: that cannot be said, as an arithmetic scan may leave its end out.
-    """
+    """What `read_jpeg` has made, or a strip of a TIFF, with bytes behind every scan that mean nothing. A decoder makes
+    the same picture of it exactly if every scan has all of its data. None: that cannot be said, as an arithmetic scan
+    may leave its end out. Raises BadMedia where the end is missing."""
     view = memoryview(data)
     work = Work("a JPEG", len(view))
     pieces: list[bytes | memoryview] = [view[:2]]
     position = 2
-    while view[position + 1] != EOI:
+    while True:
+        position = _marker(view, position, work)
         marker = view[position + 1]
+        if marker == EOI:
+            break
         if marker in ARITHMETIC:
             return None
         end = position + 2 + unpack_from(">H", view, position + 2)[0]
@@ -141,7 +147,7 @@ def with_tails(data: bytes | memoryview) -> bytes | None:
             end = _marker(view, end, work, in_scan=True)
         pieces.append(view[position:end])
         if marker == SOS:
-            pieces.append(_TAIL)
+            pieces.append(TAIL)
         position = end
     return b"".join((*pieces, view[position:]))
 

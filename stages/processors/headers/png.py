@@ -171,37 +171,51 @@ _ORIENTATION: Mapping[str, Callable[[memoryview], int | None]] = {
 _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
 
-def check_whole(data: bytes | memoryview) -> None:
-    """Inflate every picture of what `read_png` has made, and keep nothing of it. Raises BadMedia where one has fewer
-    bytes than its size asks for: Pillow would leave the rest black."""
+def check_whole(data: bytes | memoryview, first: int = 0, last: int = 0) -> None:
+    """Inflate pictures `first` to `last` of what `read_png` has made, counted as Pillow does, and keep nothing of them.
+    Raises BadMedia where one has fewer bytes than its size asks for: Pillow would leave the rest black."""
     view = memoryview(data)
-    width, height, depth, colour = unpack_from(">LLBB", view, 16)
-    interlaced, position = view[28], 8
-    wanted, found = _pixel_nbytes(width, height, depth, colour, interlaced), 0
-    stream, picture = zlib.decompressobj(), 0
-
-    def check() -> None:
-        if found < wanted:
-            raise BadMedia(f"truncated: picture {picture} of the PNG has {found} of its {wanted} bytes")
-
+    size = unpack_from(">LL", view, 16)
+    picture = _Inflated(view, 0, *size)
+    position, pixels_seen = 8, False
     while position < len(view):
         nbytes, name = unpack_from(">L4s", view, position)
         body = view[position + 8 : position + 8 + nbytes]
         position += 12 + nbytes
-        if name == b"fcTL" and found:  # the next picture
-            check()
-            width, height = unpack_from(">LL", body, 4)
-            wanted, found = _pixel_nbytes(width, height, depth, colour, interlaced), 0
-            stream, picture = zlib.decompressobj(), picture + 1
+        if name == b"fcTL" and pixels_seen:  # the next picture; one before all pixels tells of the default image
+            if picture.number >= first:
+                picture.check()
+            if picture.number == last:
+                return
+            picture = _Inflated(view, picture.number + 1, *unpack_from(">LL", body, 4))
         elif name in (b"IDAT", b"fdAT"):
-            piece: bytes | memoryview = body if name == b"IDAT" else body[4:]
-            try:
-                while piece and not stream.eof and found < wanted:
-                    found += len(stream.decompress(piece, 1 << 18))
-                    piece = stream.unconsumed_tail
-            except zlib.error as problem:
-                raise BadMedia(f"picture {picture} of the PNG cannot be inflated: {problem}") from None
-    check()
+            pixels_seen = True
+            if picture.number >= first:
+                picture.add(body if name == b"IDAT" else body[4:])
+    if picture.number >= first:
+        picture.check()
+
+
+class _Inflated:
+    """One picture of a PNG while it is counted."""
+
+    def __init__(self, view: memoryview, number: int, width: int, height: int) -> None:
+        self.number = number
+        self._wanted = _pixel_nbytes(width, height, view[24], view[25], view[28])
+        self._found = 0
+        self._stream = zlib.decompressobj()
+
+    def add(self, piece: bytes | memoryview) -> None:
+        try:
+            while piece and not self._stream.eof and self._found < self._wanted:
+                self._found += len(self._stream.decompress(piece, 1 << 18))
+                piece = self._stream.unconsumed_tail
+        except zlib.error as problem:
+            raise BadMedia(f"picture {self.number} of the PNG cannot be inflated: {problem}") from None
+
+    def check(self) -> None:
+        if self._found < self._wanted:
+            raise BadMedia(f"truncated: picture {self.number} of the PNG has {self._found} of its {self._wanted} bytes")
 
 
 def _pixel_nbytes(width: int, height: int, depth: int, colour: int, interlaced: int) -> int:

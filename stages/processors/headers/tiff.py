@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import ceil
+from struct import pack
 
 from PIL.TiffImagePlugin import TiffImageFile
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.container import Container
+from tensorferry.stages.processors.headers import jpeg
+from tensorferry.stages.processors.headers.container import MAX_XMP_NBYTES, Container
 from tensorferry.stages.processors.headers.exif import MAX_FIELDS, read_directory
 
 #: Values of one field of numbers, such as the strips of a picture: each becomes Python objects in Pillow, a hundred
@@ -17,7 +19,15 @@ _BYTES = (1, 2, 6, 7)  #: kinds of fields that stay bytes
 PHOTOMETRIC, COMPRESSION, BITS, PLANAR, SAMPLES = 262, 259, 258, 284, 277
 WIDTH, HEIGHT, ROWS_A_STRIP, STRIP_OFFSETS, STRIP_NBYTES = 256, 257, 278, 273, 279
 TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS, TILE_NBYTES = 322, 323, 324, 325
+XMP, JPEG_TABLES, COLOUR_MAP = 700, 347, 320
 WHITE_IS_ZERO, SEPARATE_PLANES, UNCOMPRESSED = 0, 2, 1
+#: Bytes of one field that Pillow is given, which copies them and makes objects of some: longer ones are profiles and
+#: layers. Those that tell where the pixels are it is given whole.
+MOST_NBYTES = 1 << 12
+_WHOLE = frozenset({BITS, STRIP_OFFSETS, STRIP_NBYTES, TILE_OFFSETS, TILE_NBYTES, JPEG_TABLES, COLOUR_MAP})
+#: Fax codes and JPEG: what libtiff fills up without a word where the data end.
+_FILLED = frozenset({2, 3, 4, 7, 32771})
+_JPEG = 7
 
 
 def read_tiff(view: memoryview) -> Container:
@@ -28,13 +38,28 @@ def read_tiff(view: memoryview) -> Container:
     if directory.count > MAX_FIELDS:
         raise BadMedia(f"a TIFF directory of {directory.count} entries is not accepted; {MAX_FIELDS} are")
     total = 0
+    changes: list[tuple[int, bytes]] = []  # offset, what stands there instead
     for field in directory.fields():
         if field.count > MAX_VALUES and field.kind not in _BYTES:
             raise BadMedia(f"a TIFF with {field.count} values of tag {field.tag} is not accepted; {MAX_VALUES} are")
         total += field.nbytes
         if total > len(view):
             raise BadMedia(f"truncated: the fields of the TIFF's directory are longer than the file, {len(view)} bytes")
-    return Container("TIFF", view, None)
+        most = MAX_XMP_NBYTES if field.tag == XMP else MOST_NBYTES
+        if field.nbytes > most and field.tag not in _WHOLE:
+            count = most * field.count // field.nbytes
+            changes.append((field.entry + 4, pack(directory.order + ("Q" if directory.big else "L"), count)))
+    return Container("TIFF", _changed(view, changes) if changes else view, None)
+
+
+def _changed(view: memoryview, changes: list[tuple[int, bytes]]) -> bytes:
+    """The file with these places changed, in one copy; they are in ascending order."""
+    pieces: list[memoryview | bytes] = []
+    position = 0
+    for offset, new in changes:
+        pieces += (view[position:offset], new)
+        position = offset + len(new)
+    return b"".join((*pieces, view[position:]))
 
 
 def white(image: TiffImageFile) -> tuple[int, bool]:
@@ -73,6 +98,44 @@ def check_whole(image: TiffImageFile) -> None:
             raise BadMedia(
                 f"truncated: the TIFF has {written} of the {row * height} bytes of its {width}x{height} pixels"
             )
+
+
+def with_tails(data: bytes | memoryview) -> bytes | None:
+    """The file with bytes behind the data of every strip or tile of fax codes or JPEG that mean nothing: libtiff makes
+    the same picture of it exactly if each has all of its data. None: of another compression, which needs no look."""
+    view = memoryview(data)
+    directory = read_directory(view)
+    assert directory is not None
+    fields = {field.tag: field for field in directory.fields()}
+    compression = directory.whole(fields[COMPRESSION]) if COMPRESSION in fields else None
+    places = fields.get(TILE_OFFSETS, fields.get(STRIP_OFFSETS))
+    lengths = fields.get(TILE_NBYTES, fields.get(STRIP_NBYTES))
+    if compression not in _FILLED or places is None or lengths is None:
+        return None
+    pieces: list[bytes | memoryview] = []
+    end = len(view)
+    stored = list(zip(directory.numbers(places), directory.numbers(lengths), strict=False))
+    moved: dict[tuple[int, int], tuple[int, int]] = {}  # equal strips may lie in the same place
+    total = sum(nbytes for _, nbytes in set(stored))
+    if total > 2 * len(view):
+        raise BadMedia(f"a TIFF whose strips overlap is not accepted: they have {total} bytes, the file {len(view)}")
+    for start, nbytes in stored:
+        if (start, nbytes) not in moved:
+            strip = view[start : start + nbytes]
+            longer = jpeg.with_tails(strip) if compression == _JPEG else b"".join((strip, jpeg.TAIL))
+            pieces.append(strip if longer is None else longer)
+            moved[start, nbytes] = end, len(pieces[-1])
+            end += len(pieces[-1])
+    starts, counts = zip(*(moved[place] for place in stored), strict=True)
+    code, kind = ("Q", 16) if directory.big else ("L", 4)
+    changes = []
+    for field, numbers in ((places, starts), (lengths, counts)):
+        values = pack(f"{directory.order}{len(numbers)}{code}", *numbers)
+        at = pack(directory.order + code, end) if len(numbers) > 1 else values
+        changes.append((field.entry, pack(f"{directory.order}HH{code}", field.tag, kind, len(numbers)) + at))
+        pieces.append(values)
+        end += len(values)
+    return b"".join((_changed(view, sorted(changes)), *pieces))
 
 
 def _number(image: TiffImageFile, tag: int, otherwise: int = 0) -> int:
