@@ -27,7 +27,7 @@ COMMANDS = {
     "up": "Run a whole deployment under supervision.",
     "status": "Say who of a running deployment is ready, and who is not.",
     "down": "Drain and stop a running deployment.",
-    "top": "Watch a running deployment: rates, pools, fallbacks.",
+    "top": "Watch a running deployment: rates, latencies, queues, pools.",
     "start": "Run one stage process of a deployment.",
     "submit": "Send one request to a running deployment.",
     "doctor": "Say which transports would work here, and why others would not.",

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,12 +68,11 @@ async def test_s4_a_new_epoch_has_no_gauges_but_its_own(file: Path) -> None:
         while gauges.get("encoded_items", 0) < 20:
             epoch, gauges = first(await client.refresh())
         os.kill(supervisor.processes["encoder", 0], signal.SIGKILL)
-        former, seen = epoch, []
+        killed_s, former, seen = time.monotonic(), epoch, []
         while not seen or not seen[-1]:  # until its first heartbeat
             epoch, of_now = first(await client.refresh())
             if epoch != former:
                 seen.append(of_now)
         over.set()
     assert seen[0] == {}, "it was looked at before its first heartbeat"
-    assert seen[-1]["encoded_items"] < gauges["encoded_items"]
-    assert seen[-1]["uptime_s"] < gauges["uptime_s"]
+    assert seen[-1]["uptime_s"] < time.monotonic() - killed_s
