@@ -478,7 +478,9 @@ def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> An
         limits=Limits(),
         peers=SimpleNamespace(knows=lambda origin: True),
         counters=SimpleNamespace(count=counted.append),
-        deployment=SimpleNamespace(timeouts=SimpleNamespace(ready_s=READY_S)),
+        deployment=SimpleNamespace(
+            timeouts=SimpleNamespace(ready_s=READY_S), scheduler=SimpleNamespace(attention_tp_size=1)
+        ),
     )
 
 

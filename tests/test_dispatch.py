@@ -23,7 +23,7 @@ def dispatch(usable: list[int], **spec: int) -> Dispatch:
         deployment=Deployment(name="test", scheduler=SchedulerSpec(**spec)),
         peers=SimpleNamespace(usable=lambda stage: ranks),
     )
-    return Dispatch(stage, None, None)  # type: ignore[arg-type]
+    return Dispatch(stage, None, None, None)  # type: ignore[arg-type]
 
 
 def attending(usable: list[int], **spec: int) -> Counter[tuple[int, ...]]:

@@ -72,9 +72,16 @@ def test_an_orphan_is_reaped_and_the_status_of_a_child_is_left_to_its_owner() ->
     assert done.returncode == 0, done.stderr
 
 
-def test_a_supervisor_reaps_orphans_also_while_it_drains(tmp_path: Path) -> None:
-    program, journal = str(PROGRAMS / "deployment.py"), tmp_path / "journal"
-    command = [*UNSHARE, sys.executable, program, str(tmp_path / "run"), str(journal), "leaves_an_orphan"]
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as path:
+        yield Path(path)
+
+
+def test_a_supervisor_reaps_orphans_also_while_it_drains(folder: Path) -> None:
+    program, journal = str(PROGRAMS / "deployment.py"), folder / "journal"
+    command = [*UNSHARE, sys.executable, program, str(folder / "run"), str(journal), "leaves_an_orphan"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with process:
         stop = threading.Timer(DEADLINE_S, process.kill)
@@ -90,13 +97,6 @@ def test_a_supervisor_reaps_orphans_also_while_it_drains(tmp_path: Path) -> None
             stop.cancel()
             process.kill()
     assert journal.read_text().count("orphan reaped") == 4
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Whose path leaves room for the names of sockets."""
-    with tempfile.TemporaryDirectory(prefix="tf-") as path:
-        yield Path(path)
 
 
 def children_of(pid: int) -> set[int]:

@@ -353,7 +353,7 @@ def test_setting_that_does_not_change_the_tensor_does_not_change_the_hash():
     ("name", "options", "problem"),
     [
         ("qwen", {}, r"tokenizer\.processor: unknown: 'qwen'; give one of kimi-k25, qwen2-vl"),
-        ("qwen2-vl", {"min_pixel": 3136}, r"tokenizer\.options\.min_pixel: unknown option; .*min_pixels"),
+        ("qwen2-vl", {"min_pixel": 3136}, r"tokenizer\.options\.min_pixel: unknown option, given 3136; .*min_pixels"),
         ("qwen2-vl", {"patch_size": 0}, r"tokenizer\.options\.patch_size: .*>= 1"),
         ("qwen2-vl", {"patch_size": "14"}, r"tokenizer\.options\.patch_size: .*int"),
         ("qwen2-vl", {"dtype": "float16"}, r"tokenizer\.options\.dtype: .*'float16'"),
