@@ -28,8 +28,8 @@ LIMITS = LimitsSpec()
 MIB = 1 << 20
 CPU_S_A_MIB, MOST_CPU_S = 0.020, 0.200
 TRIES = 10  #: the least of so many is what it costs; the others were disturbed
-#: CPU time of `yardstick` on the machine for which the bound is, undisturbed: a core that is slower at the moment, as one
-#: that is shared is, gets as much more time for a file.
+#: CPU time of `yardstick` on the machine for which the bound is, undisturbed: a core that is slower at the moment, as
+#: one that is shared is, gets as much more time for a file.
 YARDSTICK_S = 0.0028
 
 #: A directory of 5,000 entries without an orientation.
