@@ -37,9 +37,9 @@ from benchmarks.faults import KINDS, LONGEST_S, Births, Fault, Faults, plan
 from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
+from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.tensors import View
-from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, load, ranks_of
 from tensorferry.pipeline.peers import DOWNSTREAM

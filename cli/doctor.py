@@ -14,11 +14,20 @@ from rich.table import Table
 
 from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.transport import wanted_by
-from tensorferry.codecs.checkup import Check, checkup
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.codecs.facts import Facts
-from tensorferry.codecs.probe import gather
-from tensorferry.codecs.transport import TRANSPORTS, Decision, Refusal, Transport, Wanted, decide, not_yet, obstacle
+from tensorferry.codecs.machine.advice import Check, checkup
+from tensorferry.codecs.machine.facts import Facts
+from tensorferry.codecs.machine.probe import gather
+from tensorferry.codecs.machine.transport import (
+    TRANSPORTS,
+    Decision,
+    Refusal,
+    Transport,
+    Wanted,
+    decide,
+    not_yet,
+    obstacle,
+)
 from tensorferry.pipeline.config import Deployment, require_available
 
 PLAIN_WIDTH = 130  #: of a report that goes to a file or a pipe

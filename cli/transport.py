@@ -10,9 +10,9 @@ import msgspec
 import structlog
 
 from tensorferry.cli.config import load_deployment, placing
-from tensorferry.codecs.facts import Facts
-from tensorferry.codecs.probe import gather
-from tensorferry.codecs.transport import GPU_TRANSPORTS, Budget, Decision, Wanted, decide, startup_fields
+from tensorferry.codecs.machine.facts import Facts
+from tensorferry.codecs.machine.probe import gather
+from tensorferry.codecs.machine.transport import GPU_TRANSPORTS, Budget, Decision, Wanted, decide, startup_fields
 from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.config import (
     MIB,

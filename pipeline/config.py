@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from tensorferry.codecs.errors import UNPLACED, ConfigError
+from tensorferry.codecs.machine.transport import GPU_TRANSPORTS, TRANSPORTS_MEANT, not_yet
 from tensorferry.codecs.memory.cuda_driver import HandleKind
-from tensorferry.codecs.transport import GPU_TRANSPORTS, TRANSPORTS_MEANT, not_yet
 from tensorferry.pipeline.contradictions import contradictions
 from tensorferry.pipeline.document import OVERRIDE, Document
 from tensorferry.pipeline.migration import Tell, migrated

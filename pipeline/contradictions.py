@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from unicodedata import category
 from urllib.parse import urlsplit
 
-from tensorferry.codecs.transport import GPU_TRANSPORTS
+from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.pipeline.document import Keys
 from tensorferry.pipeline.endpoint import is_loopback, is_wildcard, listening_host, reachable_host
 

@@ -11,9 +11,9 @@ import structlog
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PoolClosed, PoolFull
+from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.transport import GPU_TRANSPORTS
 from tensorferry.pipeline.config import Deployment, mail_of
 from tensorferry.pipeline.telemetry import Counters
 

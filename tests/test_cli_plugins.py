@@ -12,7 +12,7 @@ import pytest
 
 from tensorferry.cli.config import load_deployment
 from tensorferry.codecs.errors import ConfigError, ConfigErrors
-from tensorferry.codecs.transport import TRANSPORTS, TRANSPORTS_MEANT
+from tensorferry.codecs.machine.transport import TRANSPORTS, TRANSPORTS_MEANT
 from tensorferry.pipeline.config import load
 from tensorferry.pipeline.document import MOST_MISTAKES
 

@@ -24,9 +24,9 @@ from PIL import Image
 from tensorferry.cli import doctor
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.checkup import Check, checkup
-from tensorferry.codecs.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
-from tensorferry.codecs.transport import AVAILABLE, TRANSPORTS
+from tensorferry.codecs.machine.advice import Check, checkup
+from tensorferry.codecs.machine.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
+from tensorferry.codecs.machine.transport import AVAILABLE, TRANSPORTS
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import Deployment, load
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from tensorferry.cli import transport as cli_transport
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.codecs.facts import CudaFacts, Facts
+from tensorferry.codecs.machine.facts import CudaFacts, Facts
 from tensorferry.pipeline.config import Deployment, load, resolved
 from tensorferry.pipeline.migration import ALIASES, Deprecation
 

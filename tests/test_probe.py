@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tensorferry.codecs import probe
-from tensorferry.codecs.facts import UNTRIED, Trial
+from tensorferry.codecs.machine import probe
+from tensorferry.codecs.machine.facts import UNTRIED, Trial
+from tensorferry.codecs.machine.visible_devices import BadVisibleDevices, visible_devices
 from tensorferry.codecs.memory import forked
 from tensorferry.codecs.memory.cuda_driver import STICKY, CudaError, Driver, NoDriver
-from tensorferry.codecs.memory.visible import BadVisibleDevices, visible_devices
 
 DENIED = "CUDA_ERROR_NOT_PERMITTED"
 

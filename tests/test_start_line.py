@@ -18,7 +18,7 @@ import structlog
 
 from tensorferry.cli import transport as cli_transport
 from tensorferry.cli.config import load_deployment
-from tensorferry.codecs.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
+from tensorferry.codecs.machine.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.config import (
     Deployment,

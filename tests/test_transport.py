@@ -12,10 +12,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.cli import transport as cli_transport
-from tensorferry.codecs import transport as policy
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.codecs.facts import UNTRIED, CudaFacts, Facts, Gpu, HostFacts, Trial
-from tensorferry.codecs.transport import (
+from tensorferry.codecs.machine import transport as policy
+from tensorferry.codecs.machine.facts import UNTRIED, CudaFacts, Facts, Gpu, HostFacts, Trial
+from tensorferry.codecs.machine.transport import (
     AVAILABLE,
     TRANSPORTS,
     Budget,

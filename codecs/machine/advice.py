@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tensorferry.codecs.facts import CudaFacts, Facts, HostFacts
+from tensorferry.codecs.machine.facts import CudaFacts, Facts, HostFacts
 
 MIB = 1 << 20
 OPEN_FILES = 4096  #: enough for 64 processes that all know each other

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from tensorferry.codecs.facts import CudaFacts, Facts, HostFacts, Trial
+from tensorferry.codecs.machine.facts import CudaFacts, Facts, HostFacts, Trial
+from tensorferry.codecs.machine.trials import Failed, step, tried
+from tensorferry.codecs.machine.visible_devices import VARIABLE, BadVisibleDevices, visible_devices
 from tensorferry.codecs.memory.available import available_nbytes
 from tensorferry.codecs.memory.host import HostSegment
-from tensorferry.codecs.memory.trials import Failed, step, tried
-from tensorferry.codecs.memory.visible import VARIABLE, BadVisibleDevices, visible_devices
 
 PROBE_S = 60.0  #: for all of CUDA's trials; half a second is usual, contexts on many GPUs take longer
 IMEX_CHANNEL = "dev/nvidia-caps-imex-channels/channel0"
@@ -120,7 +120,7 @@ def cuda_facts(environ: Mapping[str, str], timeout_s: float = PROBE_S) -> CudaFa
 
     A driver that hangs or crashes is a fact too.
     """
-    command = [sys.executable, "-m", "tensorferry.codecs.memory.cuda_probe"]
+    command = [sys.executable, "-m", "tensorferry.codecs.machine.cuda_probe"]
     try:
         child = subprocess.Popen(
             command,

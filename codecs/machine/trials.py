@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tensorferry.codecs.errors import FerryError
-from tensorferry.codecs.facts import Trial
+from tensorferry.codecs.machine.facts import Trial
 
 
 class Failed(Exception):

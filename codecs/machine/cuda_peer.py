@@ -1,6 +1,6 @@
 """A second process that opens what a first one exports: both ends of the line between them.
 
-`python -m tensorferry.codecs.memory.cuda_peer DESCRIPTOR` is the second process, `Other` what the first has of it.
+`python -m tensorferry.codecs.machine.cuda_peer DESCRIPTOR` is the second process, `Other` what the first has of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import partial
 
 import msgspec
 
-from tensorferry.codecs.facts import Trial
+from tensorferry.codecs.machine.facts import Trial
+from tensorferry.codecs.machine.trials import Failed, quietly, step, tried
 from tensorferry.codecs.memory.cuda_driver import Driver, HandleKind
-from tensorferry.codecs.memory.trials import Failed, quietly, step, tried
 
-MODULE = "tensorferry.codecs.memory.cuda_peer"
+MODULE = "tensorferry.codecs.machine.cuda_peer"
 NBYTES = 1 << 16
 PATTERN = 0xA5
 ANSWER_S = 20.0  #: to open a handle; a context takes up to a second of that

@@ -1,4 +1,4 @@
-"""Tries what a GPU transport needs, in processes of its own: `python -m tensorferry.codecs.memory.cuda_probe`.
+"""Tries what a GPU transport needs, in processes of its own: `python -m tensorferry.codecs.machine.cuda_probe`.
 
 Prints CudaFacts as JSON. The flags of the driver promise more than a container, a MIG slice or WSL2 keeps, so memory is
 really allocated, exported, opened by a second process and read there. A process of its own, because a CUDA context
@@ -17,12 +17,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from tensorferry.codecs.facts import CudaFacts, Gpu, Trial
+from tensorferry.codecs.machine.cuda_peer import NBYTES, PATTERN, Offer, Other, die_with_parent, mapped
+from tensorferry.codecs.machine.facts import CudaFacts, Gpu, Trial
+from tensorferry.codecs.machine.nvlink_domain import in_nvlink_domain
+from tensorferry.codecs.machine.trials import Failed, quietly, step, tried
 from tensorferry.codecs.memory.cuda_driver import CudaError, Driver, HandleKind, NoDriver
-from tensorferry.codecs.memory.cuda_fabric import in_nvlink_domain
-from tensorferry.codecs.memory.cuda_peer import NBYTES, PATTERN, Offer, Other, die_with_parent, mapped
 from tensorferry.codecs.memory.host import HostSegment
-from tensorferry.codecs.memory.trials import Failed, quietly, step, tried
 
 MOST_NBYTES = 64 << 20  #: of host memory registered with CUDA
 WORD = 0x600D

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from tensorferry.codecs.errors import UNPLACED, ConfigError
-from tensorferry.codecs.facts import CudaFacts, Facts
+from tensorferry.codecs.machine.facts import CudaFacts, Facts
 
 Transport = Literal["cpu", "shm", "cuda_ipc", "cuda_vmm"]
 TRANSPORTS: tuple[Transport, ...] = ("cpu", "shm", "cuda_ipc", "cuda_vmm")
