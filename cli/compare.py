@@ -14,10 +14,10 @@ from rich.text import Text
 
 from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.replay.comparison import METRICS, Comparison, Group, compare, find_runs, grouped
 from tensorferry.pipeline.replay.html import charts
 from tensorferry.pipeline.replay.html.comparison import change_text, report, value_text
-from tensorferry.pipeline.replay.whole import write_whole
 
 STYLES = {"better": "green", "worse": "red", "": ""}
 

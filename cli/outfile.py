@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from tensorferry.codecs.errors import OutputError
+from tensorferry.codecs.system.atomic_file import destination
 from tensorferry.pipeline.replay.outfolder import RUN_FILES, Proof, new_folder_beside, require_free
-from tensorferry.pipeline.replay.whole import destination
 
 
 class OutFile(click.Path):

@@ -20,6 +20,7 @@ from tensorferry.cli.replay import PLAIN_WIDTH, Sizer, speed_option
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_options
 from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import ConfigError, ReportError
+from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.replay.folder import Run, read_run
 from tensorferry.pipeline.replay.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
@@ -36,7 +37,6 @@ from tensorferry.pipeline.replay.text import TokenSource
 from tensorferry.pipeline.replay.trace import load
 from tensorferry.pipeline.replay.visits import Arrival, Measured, Stations, given
 from tensorferry.pipeline.replay.visits import measured as visits_of_run
-from tensorferry.pipeline.replay.whole import write_whole
 from tensorferry.pipeline.replay.window import Moment, Window
 from tensorferry.stages.assignment import owners
 from tensorferry.stages.processors.base import BadMedia, Processor

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 
 from tensorferry.codecs.errors import ReportError
+from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.replay.folder import read_run
 from tensorferry.pipeline.replay.html import charts
 from tensorferry.pipeline.replay.html.run import report
 from tensorferry.pipeline.replay.perfetto import perfetto
-from tensorferry.pipeline.replay.whole import write_whole
 
 
 @click.command()

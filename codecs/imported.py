@@ -16,12 +16,12 @@ from tensorferry.codecs.memory.host import HOST_ORDER, HostSegment
 from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Proxy
-from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
 from tensorferry.codecs.pool.export import Export, positions_of
 from tensorferry.codecs.pool.line import Receiver
 from tensorferry.codecs.pool.mail import ReleaseMail
 from tensorferry.codecs.pool.mapping import Mapping
+from tensorferry.codecs.system.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.tensors import ALIGNMENT, dtype_of, nbytes_of
 
 

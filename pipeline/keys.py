@@ -28,7 +28,7 @@ import zmq
 from zmq.utils import z85
 
 from tensorferry.codecs.errors import DeploymentError, OutputError
-from tensorferry.codecs.files import read_regular
+from tensorferry.codecs.system.files import read_regular
 
 KEY_CHARACTERS = 40  #: of a key in Z85
 FILE_NBYTES = 1 << 16

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, BadTensor, UnsupportedDtype
-from tensorferry.codecs.files import read_regular
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.system.files import read_regular
 from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.data_url import is_data_url, read_data_url
 

@@ -16,8 +16,8 @@ import msgspec
 import structlog
 
 from tensorferry.codecs.errors import DeploymentError
+from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.config import Deployment
-from tensorferry.pipeline.replay.whole import write_whole
 
 log = structlog.get_logger()
 

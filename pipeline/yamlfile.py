@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.codecs.files import read_regular
+from tensorferry.codecs.system.files import read_regular
 from tensorferry.pipeline.document import OVERRIDE, Document, Keys, Place, dotted, short
 
 FILE_NBYTES = 1 << 18

@@ -16,10 +16,10 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import OutputError, RequestError
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.pipeline.replay.formats.own import line_of
 from tensorferry.pipeline.replay.request import MAX_TOKENS, Image, Request
-from tensorferry.pipeline.replay.whole import write_whole
 from tensorferry.pipeline.telemetry import Counters
 from tensorferry.pipeline.traffic import PRIVATE
 from tensorferry.stages.processors.base import BadMedia

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from tensorferry.codecs.errors import AttachRefused, BadTensor, FerryError, LeaseError, LeasePoisoned, PoolClosed
-from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.export import Attachment
 from tensorferry.codecs.pool.ledger import Ledger
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.publisher import Draft, Publisher
 from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.system.interruptible_lock import Lock
 from tensorferry.codecs.tensors import CODES
 
 NBYTES = 100_000

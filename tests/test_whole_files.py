@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import OutputError
-from tensorferry.pipeline.replay import whole
-from tensorferry.pipeline.replay.whole import destination, write_whole
+from tensorferry.codecs.system import atomic_file
+from tensorferry.codecs.system.atomic_file import destination, write_whole
 
 TRACE = Path(__file__).parent / "data" / "traces" / "servegen.jsonl"
 
@@ -40,7 +40,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
                 raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
             return really(path, flags, *rest, dir_fd=dir_fd)
 
-        monkeypatch.setattr(whole.os, "open", refusing)
+        monkeypatch.setattr(atomic_file.os, "open", refusing)
     return str(request.param)
 
 
@@ -130,7 +130,7 @@ def test_a_full_disk_is_said_in_words(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(whole.os, "replace", full)
+    monkeypatch.setattr(atomic_file.os, "replace", full)
     result = run("trace", "convert", TRACE, tmp_path / "out")
     assert (result.exit_code, result.stderr) == (2, f"Error: {tmp_path / 'out'}: No space left on device\n")
     assert list(tmp_path.iterdir()) == []
@@ -161,7 +161,7 @@ def test_a_linked_summary_stays_linked(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_nothing(tmp_path: Path, by: signal.Signals) -> None:
     program = """if True:
         import pathlib, signal, sys
-        from tensorferry.pipeline.replay.whole import write_whole
+        from tensorferry.codecs.system.atomic_file import write_whole
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
         def chunks():
             yield b"half"

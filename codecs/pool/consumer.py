@@ -11,11 +11,11 @@ from typing import NamedTuple, Self
 from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.messages import PoolDescription
-from tensorferry.codecs.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.pool.control import AckPage
 from tensorferry.codecs.pool.export import Attachment, positions_of
 from tensorferry.codecs.pool.line import Sender
 from tensorferry.codecs.pool.mail import ChunkMail
+from tensorferry.codecs.system.pidfd import check_pidfd, is_dead
 
 
 class Consumer(NamedTuple):

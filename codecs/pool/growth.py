@@ -21,7 +21,6 @@ from operator import itemgetter
 from typing import Protocol
 
 from tensorferry.codecs.errors import FerryError, LeaseError
-from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.memory.memory import Growing, Handle
 from tensorferry.codecs.pool.chunks import Chunks
@@ -29,6 +28,7 @@ from tensorferry.codecs.pool.control import AckPage, ControlPage
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.line import Sender
 from tensorferry.codecs.pool.mail import ChunkMail
+from tensorferry.codecs.system.interruptible_lock import Lock
 
 FIRST_S = 10.0  #: at most, for the first spare, which takes a few milliseconds
 ASK_AGAIN_S = 0.002  #: by somebody who waits: others may have asked since, or taken what came

@@ -17,9 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from tensorferry.codecs.arguments import seconds, whole
 from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull, StaleLease
-from tensorferry.codecs.locking import Lock
 from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.cuda_vmm import CHUNK_NBYTES, VmmSegment
@@ -35,6 +33,8 @@ from tensorferry.codecs.pool.lease import Lease
 from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.pool.mail import ChunkMail, Letter
 from tensorferry.codecs.pool.statistics import PoolStatistics
+from tensorferry.codecs.system.arguments import seconds, whole
+from tensorferry.codecs.system.interruptible_lock import Lock
 from tensorferry.codecs.tensors import MAX_NBYTES
 
 MOST_DEVICES = 1023

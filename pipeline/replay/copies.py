@@ -11,11 +11,11 @@ from typing import BinaryIO
 import msgspec
 
 from tensorferry.codecs.errors import OutputError, TraceError
+from tensorferry.codecs.system.atomic_file import destination, write_whole
 from tensorferry.pipeline.replay.formats.own import line_of
 from tensorferry.pipeline.replay.recording import Recording, Tally
 from tensorferry.pipeline.replay.request import Image, Request
 from tensorferry.pipeline.replay.selection import Conversations, Selection
-from tensorferry.pipeline.replay.whole import destination, write_whole
 
 
 def convert(recording: Recording, survey: Tally, selection: Selection, out: Path | BinaryIO) -> None:

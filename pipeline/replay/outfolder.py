@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from tensorferry.codecs.errors import OutputError
-from tensorferry.pipeline.replay.whole import blamed
+from tensorferry.codecs.system.atomic_file import blamed
 
 #: The file that says what a folder is, by the command that makes it. It names the version of tensorferry.
 Proof = Literal["summary.json", "sweep.json"]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import FerryError
-from tensorferry.codecs.files import OutsideRoots, Roots
+from tensorferry.codecs.system.files import OutsideRoots, Roots
 from tensorferry.pipeline.replay.image_models import ImageModel
 from tensorferry.pipeline.replay.photos import Photo, PhotoError, names
 from tensorferry.pipeline.replay.recording import NAMED_PER_REASON

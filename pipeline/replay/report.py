@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.marks import reached
 from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented
@@ -24,7 +25,6 @@ from tensorferry.pipeline.replay.summary import (
     Summary,
     TraceSummary,
 )
-from tensorferry.pipeline.replay.whole import write_whole
 
 _encode = msgspec.json.Encoder().encode
 

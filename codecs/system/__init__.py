@@ -1,0 +1,1 @@
+"""What the kernel gives: files, descriptors, process handles, locks."""
