@@ -12,7 +12,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tensorferry.codecs.memory.available import available_nbytes
+from tensorferry.codecs.memory.free_memory import available_nbytes
 from tensorferry.stages.checkpoint import check_regular
 from tensorferry.stages.plugin import bad_config
 

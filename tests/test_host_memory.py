@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tensorferry.codecs.errors import AttachRefused
-from tensorferry.codecs.memory.available import available_nbytes
+from tensorferry.codecs.memory.free_memory import available_nbytes
 from tensorferry.codecs.memory.host import SEALS, STEP_NBYTES, HostSegment, NoMemory
 from tensorferry.codecs.pool.control import AckPage, ControlPage
 

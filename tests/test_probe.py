@@ -13,7 +13,7 @@ import pytest
 from tensorferry.codecs.machine import probe
 from tensorferry.codecs.machine.facts import UNTRIED, Trial
 from tensorferry.codecs.machine.visible_devices import BadVisibleDevices, visible_devices
-from tensorferry.codecs.memory import forked
+from tensorferry.codecs.memory import fork_guard
 from tensorferry.codecs.memory.cuda_driver import STICKY, CudaError, Driver, NoDriver
 
 DENIED = "CUDA_ERROR_NOT_PERMITTED"
@@ -365,7 +365,7 @@ def test_r8_a_forked_child_closes_what_it_should_not_keep(tmp_path: Path) -> Non
     )
     ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    assert forked.NVIDIA == "/dev/nvidia"
+    assert fork_guard.NVIDIA == "/dev/nvidia"
 
 
 def test_r8_loading_a_driver_hooks_forks(stub_cuda) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from tensorferry.codecs.machine.facts import CudaFacts, Facts, HostFacts, Trial
 from tensorferry.codecs.machine.trials import Failed, step, tried
 from tensorferry.codecs.machine.visible_devices import VARIABLE, BadVisibleDevices, visible_devices
-from tensorferry.codecs.memory.available import available_nbytes
+from tensorferry.codecs.memory.free_memory import available_nbytes
 from tensorferry.codecs.memory.host import HostSegment
 
 PROBE_S = 60.0  #: for all of CUDA's trials; half a second is usual, contexts on many GPUs take longer

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from uuid import UUID
 
 from tensorferry.codecs.errors import FerryError
-from tensorferry.codecs.memory.forked import close_in_forked_children
+from tensorferry.codecs.memory.fork_guard import close_in_forked_children
 
 HandleKind = Literal["posix_fd", "fabric"]
 

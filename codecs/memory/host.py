@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import AttachRefused, FerryError
-from tensorferry.codecs.memory.available import available_nbytes
+from tensorferry.codecs.memory.free_memory import available_nbytes
 from tensorferry.codecs.memory.memory import Arrival, Bytes, GpuHandle, Order
 
 if TYPE_CHECKING:
