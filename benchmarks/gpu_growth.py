@@ -22,8 +22,8 @@ from tensorferry.codecs.memory.cuda_vmm import VmmImport, VmmSegment
 from tensorferry.codecs.memory.memory import GpuHandle, Handle
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 
 MIB = 1 << 20
 SIZES_MIB = (2, 16, 64, 256)

@@ -29,8 +29,8 @@ from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import view_of
 
 MIB = 1 << 20

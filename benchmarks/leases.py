@@ -13,8 +13,8 @@ from benchmarks.results import Outcome, Scale, Verdict, measurement
 from tensorferry.codecs.messages import Payload
 from tensorferry.codecs.pool.ledger import Ledger, Words
 from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 
 GRANULE_NBYTES = 256
 SLOTS = 8192

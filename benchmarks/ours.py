@@ -16,8 +16,8 @@ from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.broker import recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.config import PoolSpec

@@ -7,7 +7,7 @@ import asyncio
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.memory.cuda_vmm import NoFabric
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline import broker
 from tensorferry.pipeline.peers import Peers
 

@@ -31,7 +31,7 @@ from tensorferry.codecs.errors import AttachRefused, FerryError, PeerGone
 from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Pool
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.conversation import (
     REASON_LENGTH,
     Admitted,

@@ -1,8 +1,8 @@
 """Carries what pools and their consumers say to each other by message: where they share no pages, and when a connection
 between them broke.
 
-What is said, when, and how often is decided in `codecs/pool/mail.py`; here it is brought to the peer that it is for. A
-letter that cannot be sent is as good as lost: it comes again.
+What is said, when, and how often is decided in `codecs/pool/elastic/mail.py`; here it is brought to the peer that it
+is for. A letter that cannot be sent is as good as lost: it comes again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.pool.mail import Letter
+from tensorferry.codecs.pool.elastic.mail import Letter
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.peers import Peers
 

@@ -18,8 +18,8 @@ from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.pool.pool import Pool, new_nonce
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.attaching import Attaching
 from tensorferry.pipeline.broker import Broker, recycle

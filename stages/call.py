@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, FerryError, item_of, text_of
-from tensorferry.codecs.publisher import Draft, Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Draft, Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
 from tensorferry.stages.adapters.base import Finish, ItemInfo, ModelAdapter
 from tensorferry.stages.embeddings import Content, EmbeddingCache, Outputs

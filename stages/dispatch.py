@@ -13,7 +13,7 @@ from functools import partial
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, PeerGone, text_of
 from tensorferry.codecs.frames import Buffer
-from tensorferry.codecs.publisher import Draft, Layout
+from tensorferry.codecs.pool.publisher import Draft, Layout
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.stage import Stage
 from tensorferry.stages.assignment import owners

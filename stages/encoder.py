@@ -20,7 +20,6 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.consumers import check_declared
 from tensorferry.codecs.errors import (
     BadMessage,
     BadRequest,
@@ -32,7 +31,8 @@ from tensorferry.codecs.errors import (
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
-from tensorferry.codecs.publisher import Draft
+from tensorferry.codecs.pool.declared import check_declared
+from tensorferry.codecs.pool.publisher import Draft
 from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import REPORTS, Peer

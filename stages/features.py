@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, FerryError
 from tensorferry.codecs.frames import Buffer, open_inline
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View, dtype_of
 
 

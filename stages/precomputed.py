@@ -10,7 +10,7 @@ import numpy as np
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.frames import Buffer, open_inline
-from tensorferry.codecs.publisher import Layout
+from tensorferry.codecs.pool.publisher import Layout
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.parts import MODALITIES
 from tensorferry.stages.adapters.forms import Form

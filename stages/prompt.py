@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest, text_of
 from tensorferry.codecs.frames import Buffer
-from tensorferry.codecs.publisher import Layout
+from tensorferry.codecs.pool.publisher import Layout
 from tensorferry.codecs.tensors import nbytes_of
 from tensorferry.pipeline.config import LimitsSpec
 from tensorferry.stages.adapters.forms import Form

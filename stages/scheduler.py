@@ -15,7 +15,6 @@ from math import prod
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.consumers import check_declared
 from tensorferry.codecs.errors import (
     BadItem,
     BadMessage,
@@ -27,6 +26,7 @@ from tensorferry.codecs.errors import (
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
+from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import Deployment
 from tensorferry.pipeline.lifecycle import Stop

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 from tensorferry.codecs.errors import LeaseNotReady
 from tensorferry.codecs.messages import Payload, Proxy
-from tensorferry.codecs.publisher import Draft
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Draft
+from tensorferry.codecs.pool.reader import Reader
 
 LOOK_AGAIN_S = 0.0002  #: words and events change without a word to the event loop
 

@@ -33,7 +33,7 @@ from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.messages import ItemReport, Mark
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
 from tensorferry.pipeline.replay.report import write_report

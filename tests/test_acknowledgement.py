@@ -32,8 +32,8 @@ from tensorferry.codecs.messages import Origin, Proxy
 from tensorferry.codecs.pool import ledger
 from tensorferry.codecs.pool.export import Attachment
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.broker import Broker, attach, recycle
 

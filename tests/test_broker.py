@@ -28,7 +28,7 @@ from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin, Proxy
 from tensorferry.codecs.pool.control import AckPage
 from tensorferry.codecs.pool.export import Export
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach, recycle
 from tensorferry.pipeline.conversation import (

@@ -10,8 +10,8 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
 from tensorferry.stages.call import Call
 from tensorferry.stages.features import Features

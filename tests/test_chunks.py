@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tensorferry.codecs.pool.chunks import LAST_SERIAL, Chunks, Range, divided, span
+from tensorferry.codecs.pool.elastic.chunks import LAST_SERIAL, Chunks, Range, divided, span
 
 POSITIONS = 5
 CHUNK = 4

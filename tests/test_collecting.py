@@ -15,8 +15,8 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadMessage
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View, view_of
 from tensorferry.pipeline.config import Deployment, SchedulerSpec
 from tensorferry.pipeline.telemetry import Counters

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from tensorferry.codecs.consumers import check_declared
 from tensorferry.codecs.errors import BadMessage, StaleLease
 from tensorferry.codecs.messages import Inline, Payload, Proxy
+from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 
 ONE = Proxy(7, 3, 5, 0, CODES["uint8"], (4,))

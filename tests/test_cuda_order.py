@@ -34,8 +34,8 @@ from tensorferry.codecs.messages import PoolDescription, Proxy
 from tensorferry.codecs.pool import control as control_module
 from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.pool import Pool, new_nonce
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.config import Deployment, EncoderSpec
 from tensorferry.pipeline.peer import Peer

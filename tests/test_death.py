@@ -41,7 +41,7 @@ import pytest
 
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.config import Deployment, LimitsSpec, TimeoutsSpec
 from tensorferry.pipeline.upkeep import forget
 

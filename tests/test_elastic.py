@@ -29,10 +29,10 @@ from tensorferry.codecs.errors import AttachRefused, LeaseError, PeerGone, PoolF
 from tensorferry.codecs.memory.cuda_driver import CudaError
 from tensorferry.codecs.memory.cuda_vmm import BudgetTooSmall
 from tensorferry.codecs.messages import Origin, Proxy
-from tensorferry.codecs.pool import growth
+from tensorferry.codecs.pool.elastic import growth
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach
 from tensorferry.pipeline.config import Deployment

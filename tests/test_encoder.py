@@ -19,8 +19,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, PeerGone
 from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.config import Deployment, EncoderSpec
 from tensorferry.pipeline.telemetry import Counters

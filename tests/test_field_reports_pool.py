@@ -49,8 +49,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.codecs.messages import Inline, Payload
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.broker import Broker, recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context

@@ -90,8 +90,8 @@ def test_a_module_that_only_wants_a_name_pays_for_nothing() -> None:
     "program",
     [
         "import tensorferry.codecs.pool.pool",
-        "import tensorferry.codecs.publisher",
-        "import tensorferry.codecs.reader",
+        "import tensorferry.codecs.pool.publisher",
+        "import tensorferry.codecs.pool.reader",
         "import tensorferry; tensorferry.Pool, tensorferry.Publisher, tensorferry.Reader, tensorferry.Proxy",
         "import tensorferry; tensorferry.Pool.create(4096, 4).close()",
     ],

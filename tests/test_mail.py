@@ -35,14 +35,14 @@ from tensorferry.codecs.messages import (
     Retired,
 )
 from tensorferry.codecs.messages import Pool as PoolAnnouncement
-from tensorferry.codecs.pool import mail
+from tensorferry.codecs.pool.elastic import mail
+from tensorferry.codecs.pool.elastic.chunk_imports import Mapping
+from tensorferry.codecs.pool.elastic.descriptor_line import Arrived
+from tensorferry.codecs.pool.elastic.mail import Letter, ReleaseMail
 from tensorferry.codecs.pool.export import Attachment, Export
-from tensorferry.codecs.pool.line import Arrived
-from tensorferry.codecs.pool.mail import Letter, ReleaseMail
-from tensorferry.codecs.pool.mapping import Mapping
 from tensorferry.codecs.pool.pool import Pool, new_nonce
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline import attaching
 from tensorferry.pipeline.broker import Broker, attach
 from tensorferry.pipeline.post import Post

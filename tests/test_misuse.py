@@ -22,8 +22,8 @@ from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.export import Attachment
 from tensorferry.codecs.pool.ledger import Ledger
 from tensorferry.codecs.pool.pool import Lease, Pool
-from tensorferry.codecs.publisher import Draft, Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Draft, Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.system.interruptible_lock import Lock
 from tensorferry.codecs.tensors import CODES
 

@@ -23,8 +23,8 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pool.export import Attachment
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 
 MIB = 1 << 20

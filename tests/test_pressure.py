@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensorferry.codecs.errors import PoolFull
 from tensorferry.codecs.pool.ledger import Ledger
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
+from tensorferry.codecs.pool.publisher import Publisher
 
 
 @pytest.fixture

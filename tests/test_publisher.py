@@ -14,8 +14,8 @@ from tensorferry.codecs.errors import BadTensor, LeaseError, PoolClosed, PoolFul
 from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of
 
 MIB = 1 << 20

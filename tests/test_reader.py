@@ -27,8 +27,8 @@ from tensorferry.codecs.messages import Inline, Proxy
 from tensorferry.codecs.pool.control import AckPage
 from tensorferry.codecs.pool.export import Export
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 
 NBYTES = 1 << 16

@@ -7,8 +7,8 @@ import threading
 
 import numpy as np
 
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.scratch import BLOCKS, LARGEST_NBYTES, SMALLEST_NBYTES, Scratch
+from tensorferry.codecs.pool.inline_buffers import BLOCKS, LARGEST_NBYTES, SMALLEST_NBYTES, Scratch
+from tensorferry.codecs.pool.publisher import Publisher
 
 NBYTES = 1 << 20
 

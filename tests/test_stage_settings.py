@@ -12,7 +12,7 @@ import structlog
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import AttachRefused
-from tensorferry.codecs.imported import Imported
+from tensorferry.codecs.pool.attached_pool import Imported
 from tensorferry.codecs.pool.consumer import close_all
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.pipeline.config import Deployment, PoolSpec

@@ -14,7 +14,7 @@ from tensorferry.codecs.errors import LeaseNotReady, LeasePoisoned, StaleLease
 from tensorferry.codecs.memory.cuda_driver import CudaError, lost_context
 from tensorferry.codecs.messages import Inline, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.stages.staging import stage, unready, wait_ready
 

@@ -18,8 +18,8 @@ from tensorferry.codecs.errors import BadTensor, UnsupportedDtype
 from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.codecs.messages import Embedding, Embeddings, Origin, Output, Payload
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import DTYPES, MAX_NBYTES, NUMPY_DTYPES, View, nbytes_of, view_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

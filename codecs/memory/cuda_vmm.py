@@ -15,7 +15,7 @@ from tensorferry.codecs.memory.cuda_device import CudaDevice
 from tensorferry.codecs.memory.cuda_driver import CudaError, Driver, HandleKind
 from tensorferry.codecs.memory.cuda_memory import CudaMemory
 from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Handle, Order, let_go
-from tensorferry.codecs.pool.chunks import divided
+from tensorferry.codecs.pool.elastic.chunks import divided
 
 CHUNK_NBYTES = 64 << 20  #: a chunk costs about 1 ms to make and hand over, whatever its size
 

@@ -12,9 +12,9 @@ from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.messages import PoolDescription
 from tensorferry.codecs.pool.control import AckPage
+from tensorferry.codecs.pool.elastic.descriptor_line import Sender
+from tensorferry.codecs.pool.elastic.mail import ChunkMail
 from tensorferry.codecs.pool.export import Attachment, positions_of
-from tensorferry.codecs.pool.line import Sender
-from tensorferry.codecs.pool.mail import ChunkMail
 from tensorferry.codecs.system.pidfd import check_pidfd, is_dead
 
 

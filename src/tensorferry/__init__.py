@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from tensorferry.codecs.messages import Payload as Payload
     from tensorferry.codecs.messages import Proxy as Proxy
     from tensorferry.codecs.messages import Result as Result
+    from tensorferry.codecs.pool.elastic.mail import Letter as Letter
     from tensorferry.codecs.pool.export import Attachment as Attachment
     from tensorferry.codecs.pool.export import Export as Export
-    from tensorferry.codecs.pool.mail import Letter as Letter
     from tensorferry.codecs.pool.pool import Pool as Pool
-    from tensorferry.codecs.publisher import Publisher as Publisher
-    from tensorferry.codecs.reader import Reader as Reader
+    from tensorferry.codecs.pool.publisher import Publisher as Publisher
+    from tensorferry.codecs.pool.reader import Reader as Reader
     from tensorferry.codecs.tensors import DTYPES as DTYPES
     from tensorferry.codecs.tensors import View as View
     from tensorferry.pipeline.client import Client as Client
@@ -87,10 +87,10 @@ _NAMES = {
     "tensorferry.codecs.memory.cuda_vmm": "NoFabric",
     "tensorferry.codecs.messages": "Busy Failed Failure ItemReport Payload Proxy Result",
     "tensorferry.codecs.pool.export": "Attachment Export",
-    "tensorferry.codecs.pool.mail": "Letter",
+    "tensorferry.codecs.pool.elastic.mail": "Letter",
     "tensorferry.codecs.pool.pool": "Pool",
-    "tensorferry.codecs.publisher": "Publisher",
-    "tensorferry.codecs.reader": "Reader",
+    "tensorferry.codecs.pool.publisher": "Publisher",
+    "tensorferry.codecs.pool.reader": "Reader",
     "tensorferry.codecs.tensors": "DTYPES View",
     "tensorferry.pipeline.client": "Client Outcome",
     "tensorferry.pipeline.config": "Deployment LimitsSpec ModelSpec SchedulerSpec load",

@@ -15,8 +15,8 @@ import pytest
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 
 encode = msgspec.msgpack.encode
 Peer = Any  #: conftest.Peer

@@ -33,8 +33,8 @@ from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.messages import Inline, Proxy
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, DTYPES, View, view_of
 
 MIB = 1 << 20

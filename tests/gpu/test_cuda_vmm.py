@@ -21,8 +21,8 @@ from tensorferry.codecs.errors import LeaseNotReady, PoolFull, StaleLease
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.messages import Chunks, Confirmed, Proxy, Released, Retired
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import view_of
 
 MIB = 1 << 20

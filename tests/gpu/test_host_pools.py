@@ -14,8 +14,8 @@ import pytest
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View, view_of
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ import msgspec
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.messages import Origin, Proxy
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.broker import attach
 
 

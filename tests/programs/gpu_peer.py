@@ -21,8 +21,8 @@ from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.messages import Chunks, Confirmed, Proxy, Retired
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View, view_of
 
 DEADLINE_S = 60.0

@@ -17,7 +17,7 @@ import msgspec
 
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.export import Export
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
 
 decode = msgspec.msgpack.Decoder(Proxy).decode

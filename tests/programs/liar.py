@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tensorferry.codecs.messages import Payload, Proxy
-from tensorferry.codecs.publisher import Draft
+from tensorferry.codecs.pool.publisher import Draft
 from tensorferry.pipeline.config import LimitsSpec, ModelSpec
 from tensorferry.stages.adapters.fingerprint import Fingerprint
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor

@@ -20,8 +20,8 @@ import msgspec
 from tensorferry.codecs.messages import Chunks, Confirmed, Payload, Proxy, Retired
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Lease, Pool
-from tensorferry.codecs.publisher import Publisher
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 
 encode = msgspec.msgpack.encode

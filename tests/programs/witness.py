@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.config import LimitsSpec, ModelSpec, SchedulerSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from tensorferry.codecs.messages import Confirmed, Proxy, Released
-from tensorferry.codecs.pool import mail
-from tensorferry.codecs.pool.chunks import Chunks
-from tensorferry.codecs.pool.line import Arrived
-from tensorferry.codecs.pool.mail import ChunkMail, ReleaseMail
-from tensorferry.codecs.pool.mapping import Mapping
+from tensorferry.codecs.pool.elastic import mail
+from tensorferry.codecs.pool.elastic.chunk_imports import Mapping
+from tensorferry.codecs.pool.elastic.chunks import Chunks
+from tensorferry.codecs.pool.elastic.descriptor_line import Arrived
+from tensorferry.codecs.pool.elastic.mail import ChunkMail, ReleaseMail
 
 POOL, PRODUCER, CONSUMER = 11, 22, 33
 LIVES = 2  #: chunks that come to the position

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tensorferry.codecs import imported as imported_module
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
+from tensorferry.codecs.pool import attached_pool as imported_module
 from tensorferry.codecs.pool.pool import Lease, Pool
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 
 

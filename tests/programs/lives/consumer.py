@@ -15,7 +15,7 @@ from lives.stream import Stream
 from tensorferry.codecs.errors import AttachRefused, FerryError, LeasePoisoned, PeerGone
 from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.messages import Payload, Proxy
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.broker import attach
 

@@ -10,11 +10,11 @@ from typing import Any
 from lives.stream import Stream
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.frames import Buffer
-from tensorferry.codecs.imported import Imported
 from tensorferry.codecs.messages import Payload, Proxy
+from tensorferry.codecs.pool.attached_pool import Imported
 from tensorferry.codecs.pool.ledger import Grant, Ledger, Words
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.reader import Reader
+from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.system.pidfd import is_dead
 from tensorferry.codecs.tensors import View
 

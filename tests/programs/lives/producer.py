@@ -17,7 +17,7 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Origin
 from tensorferry.codecs.pool import ledger
 from tensorferry.codecs.pool.pool import Lease, Pool
-from tensorferry.codecs.publisher import Draft, Publisher
+from tensorferry.codecs.pool.publisher import Draft, Publisher
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.broker import Broker, recycle
 

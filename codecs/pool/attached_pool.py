@@ -17,10 +17,10 @@ from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
+from tensorferry.codecs.pool.elastic.chunk_imports import Mapping
+from tensorferry.codecs.pool.elastic.descriptor_line import Receiver
+from tensorferry.codecs.pool.elastic.mail import ReleaseMail
 from tensorferry.codecs.pool.export import Export, positions_of
-from tensorferry.codecs.pool.line import Receiver
-from tensorferry.codecs.pool.mail import ReleaseMail
-from tensorferry.codecs.pool.mapping import Mapping
 from tensorferry.codecs.system.pidfd import check_pidfd, is_dead
 from tensorferry.codecs.tensors import ALIGNMENT, dtype_of, nbytes_of
 

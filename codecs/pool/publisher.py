@@ -19,9 +19,9 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.memory.host import HOST_ORDER
 from tensorferry.codecs.memory.memory import Arrival, Bytes, Order
 from tensorferry.codecs.messages import MOST_CONSUMERS, MOST_USES, Inline, Payload, Proxy
+from tensorferry.codecs.pool.inline_buffers import Scratch
 from tensorferry.codecs.pool.lease import Lease
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.scratch import Scratch
 from tensorferry.codecs.tensors import ALIGNMENT, CODES, View, nbytes_of, view_of
 
 Layout = Sequence[tuple[str, tuple[int, ...]]]  #: (dtype, shape) of each tensor

@@ -20,7 +20,7 @@ import numpy as np
 from tensorferry.codecs.memory.memory import Handle
 from tensorferry.codecs.messages import MOST_TOLD, Chunk, Chunks, Confirmed, Released, Retired
 from tensorferry.codecs.pool.control import AckPage
-from tensorferry.codecs.pool.line import Arrived, Sender
+from tensorferry.codecs.pool.elastic.descriptor_line import Arrived, Sender
 
 REPEAT_S = 0.5  #: without an answer
 

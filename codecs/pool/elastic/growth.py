@@ -23,11 +23,11 @@ from typing import Protocol
 from tensorferry.codecs.errors import FerryError, LeaseError
 from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.memory.memory import Growing, Handle
-from tensorferry.codecs.pool.chunks import Chunks
 from tensorferry.codecs.pool.control import AckPage, ControlPage
+from tensorferry.codecs.pool.elastic.chunks import Chunks
+from tensorferry.codecs.pool.elastic.descriptor_line import Sender
+from tensorferry.codecs.pool.elastic.mail import ChunkMail
 from tensorferry.codecs.pool.ledger import Grant, Ledger
-from tensorferry.codecs.pool.line import Sender
-from tensorferry.codecs.pool.mail import ChunkMail
 from tensorferry.codecs.system.interruptible_lock import Lock
 
 FIRST_S = 10.0  #: at most, for the first spare, which takes a few milliseconds

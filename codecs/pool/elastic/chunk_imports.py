@@ -16,9 +16,9 @@ from typing import Protocol
 from tensorferry.codecs.errors import StaleLease
 from tensorferry.codecs.memory.memory import Arriving, Handle, let_go
 from tensorferry.codecs.messages import Proxy
-from tensorferry.codecs.pool.chunks import span
 from tensorferry.codecs.pool.control import AckPage
-from tensorferry.codecs.pool.line import Arrived
+from tensorferry.codecs.pool.elastic.chunks import span
+from tensorferry.codecs.pool.elastic.descriptor_line import Arrived
 
 
 class Notices(Protocol):
