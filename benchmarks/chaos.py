@@ -41,7 +41,7 @@ from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, load, ranks_of
+from tensorferry.pipeline.deployment.load import Deployment, load, ranks_of
 from tensorferry.pipeline.peers import DOWNSTREAM
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

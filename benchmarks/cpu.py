@@ -17,7 +17,7 @@ from benchmarks.results import Outcome, Scale, Verdict, measurement
 from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.runtime import Owner, Runtime
 
 STAGES = ("tokenizer", "encoder", "scheduler")

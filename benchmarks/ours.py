@@ -20,7 +20,7 @@ from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.broker import recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
-from tensorferry.pipeline.config import PoolSpec
+from tensorferry.pipeline.deployment.load import PoolSpec
 from tensorferry.pipeline.supervisor import COPY_VARIABLES
 
 _REQUEST, _HASH = bytes(16), bytes(16)

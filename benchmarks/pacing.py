@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.results import Outcome, Scale, Verdict, measurement
 from benchmarks.service import serving
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.replay.prepare import Prepared
 from tensorferry.pipeline.replay.request import Request
 from tensorferry.pipeline.replay.run import Outcome as Sent

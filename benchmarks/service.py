@@ -20,7 +20,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels import FrontDoor, open_context
-from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.runtime import Runtime
 
 DEPLOYMENT = """

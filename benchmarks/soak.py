@@ -34,7 +34,7 @@ from benchmarks.trend import Trend, trend
 from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import load
+from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.supervisor import Supervisor, start_command
 
 LOAD = 0.7  #: of what the deployment can do

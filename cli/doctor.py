@@ -28,7 +28,7 @@ from tensorferry.codecs.machine.transport import (
     not_yet,
     obstacle,
 )
-from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.deployment.load import Deployment, require_available
 
 PLAIN_WIDTH = 130  #: of a report that goes to a file or a pipe
 

@@ -21,7 +21,7 @@ from tensorferry.cli.tracefile import media_option, opened, reading_options, tra
 from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.replay.folder import Run, read_run
 from tensorferry.pipeline.replay.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
 from tensorferry.pipeline.replay.formats.lengths import Keys

@@ -24,7 +24,7 @@ from tensorferry.cli.tracefile import media_option, opened, reading_options, tra
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, require_available
+from tensorferry.pipeline.deployment.load import Deployment, require_available
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.image_models import image_model
 from tensorferry.pipeline.replay.machine import this_machine

@@ -13,7 +13,7 @@ from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline import telemetry
-from tensorferry.pipeline.config import ranks_of, require_available
+from tensorferry.pipeline.deployment.load import ranks_of, require_available
 from tensorferry.pipeline.lifecycle import Stop, Tether, run_process
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import DRAIN_ORDER, digest

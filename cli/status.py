@@ -17,7 +17,7 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, ranks_of
+from tensorferry.pipeline.deployment.load import Deployment, ranks_of
 from tensorferry.pipeline.lifecycle import is_stopped
 from tensorferry.pipeline.runtime import Owner, Runtime
 

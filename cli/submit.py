@@ -17,7 +17,7 @@ from tensorferry.cli.values import InFile, Real, Words
 from tensorferry.codecs.errors import BadRequest
 from tensorferry.codecs.messages import MAX_OUTPUT_TOKENS, Busy, Failed, Result
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.parts import Image, Part, Video
 
 NOT_SERVED = 3

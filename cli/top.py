@@ -19,7 +19,7 @@ from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.replay.report import size_text
 
 _BAR = 12

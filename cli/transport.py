@@ -14,7 +14,7 @@ from tensorferry.codecs.machine.facts import Facts
 from tensorferry.codecs.machine.probe import gather
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS, Budget, Decision, Wanted, decide, startup_fields
 from tensorferry.pipeline import telemetry
-from tensorferry.pipeline.config import (
+from tensorferry.pipeline.deployment.load import (
     MIB,
     Deployment,
     device_of,
@@ -24,7 +24,7 @@ from tensorferry.pipeline.config import (
     require_available,
     tokenizer_pool_nbytes,
 )
-from tensorferry.pipeline.migration import Deprecation
+from tensorferry.pipeline.deployment.sglang_settings import Deprecation
 from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
 
 log = structlog.get_logger()

@@ -22,7 +22,7 @@ from tensorferry.codecs.errors import BadMessage, BadRequest, DeploymentError, P
 from tensorferry.codecs.frames import Buffer, Limits, decode, encode
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels import Dealer, open_context
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.keys import client_keys
 from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.runtime import Runtime

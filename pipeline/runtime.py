@@ -37,7 +37,7 @@ import structlog
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.claim import Claimed, claimed
-from tensorferry.pipeline.config import STAGES, Deployment, port_offset
+from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset
 from tensorferry.pipeline.endpoint import TCP, Host, host_and_port, listening_host, reachable_host, tcp_address
 from tensorferry.pipeline.sockets import PATH_NBYTES, is_file
 

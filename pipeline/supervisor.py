@@ -27,7 +27,7 @@ import structlog
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline import traffic
-from tensorferry.pipeline.config import Deployment, ranks_of, resolved
+from tensorferry.pipeline.deployment.load import Deployment, ranks_of, resolved
 from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.lifecycle import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 from tensorferry.pipeline.orphans import reaping

@@ -33,7 +33,7 @@ from tensorferry.codecs.errors import (
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.pool.publisher import Draft
-from tensorferry.pipeline.config import MIB, Deployment, device_of, encoder_pool_nbytes
+from tensorferry.pipeline.deployment.load import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peer import REPORTS, Peer
 from tensorferry.pipeline.share import PoolShare

@@ -17,7 +17,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import OutputError, RequestError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.pipeline.replay.formats.own import line_of
 from tensorferry.pipeline.replay.request import MAX_TOKENS, Image, Request
 from tensorferry.pipeline.telemetry import Counters

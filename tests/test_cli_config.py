@@ -18,7 +18,7 @@ from tensorferry import __version__
 from tensorferry.cli.config import load_deployment
 from tensorferry.cli.main import COMMANDS, friendly_errors, main
 from tensorferry.codecs.errors import ConfigError, DeploymentError, PeerBusy
-from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.deployment.load import Deployment, load
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 SOUND = "name: a\ntransport: shm\nnodes: 1\n"

@@ -21,7 +21,7 @@ from tensorferry.cli.down import command as down
 from tensorferry.cli.status import health
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Gauge, Member
-from tensorferry.pipeline.config import load
+from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.lifecycle import is_stopped
 from tensorferry.pipeline.runtime import Runtime
 

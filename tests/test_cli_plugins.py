@@ -13,8 +13,8 @@ import pytest
 from tensorferry.cli.config import load_deployment
 from tensorferry.codecs.errors import ConfigError, ConfigErrors
 from tensorferry.codecs.machine.transport import TRANSPORTS, TRANSPORTS_MEANT
-from tensorferry.pipeline.config import load
-from tensorferry.pipeline.document import MOST_MISTAKES
+from tensorferry.pipeline.deployment.document import MOST_MISTAKES
+from tensorferry.pipeline.deployment.load import load
 
 METHODS = {"processor": "write", "adapter": "encode", "engine": "run"}
 SECTIONS = {"processor": "tokenizer", "adapter": "model", "engine": "scheduler"}

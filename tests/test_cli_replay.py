@@ -18,7 +18,7 @@ from tensorferry.cli import replay, submit
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline import parts as pieces
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 
 DATA = Path(__file__).parent / "data" / "traces"
 LOCAL = Path(__file__).parent.parent / "configs" / "local.yaml"

@@ -18,7 +18,7 @@ from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels import FrontDoor, open_context
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
+from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
 from tensorferry.pipeline.parts import Video
 from tensorferry.pipeline.runtime import Runtime
 

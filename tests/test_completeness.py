@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia
 from tensorferry.stages.processors.footage import footage_of
 from tensorferry.stages.processors.headers.exif import read_directory

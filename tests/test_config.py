@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.pipeline import yamlfile
-from tensorferry.pipeline.config import (
+from tensorferry.pipeline.deployment import yaml_file
+from tensorferry.pipeline.deployment.document import Document
+from tensorferry.pipeline.deployment.load import (
     MIB,
     Deployment,
     Spec,
@@ -24,7 +25,6 @@ from tensorferry.pipeline.config import (
     resolved,
     tokenizer_pool_nbytes,
 )
-from tensorferry.pipeline.document import Document
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -63,7 +63,7 @@ class Switches(Spec, frozen=True):
 
 
 def switches(path: Path, *settings: str) -> Switches:
-    return yamlfile.apply_overrides(yamlfile.read(path), settings).decode(Switches)
+    return yaml_file.apply_overrides(yaml_file.read(path), settings).decode(Switches)
 
 
 # --- B49, row by row ----------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_a_list_stays_a_list_and_is_not_joined(write):
     ],
 )
 def test_plain_text_means_what_it_says(write, spelling, means):
-    value = yamlfile.read(write(f"key: {spelling}\n")).data["key"]
+    value = yaml_file.read(write(f"key: {spelling}\n")).data["key"]
     assert value == means
     assert type(value) is type(means)
 
@@ -318,8 +318,8 @@ def test_settings_replace_values_sections_and_defaults(write):
 
 
 def test_settings_leave_the_document_they_are_laid_over_unchanged(write):
-    document = yamlfile.read(write("name: a\npool: {slots: 8}\n"))
-    yamlfile.apply_overrides(document, ["pool.slots=9", "pool.budget_mb=1"])
+    document = yaml_file.read(write("name: a\npool: {slots: 8}\n"))
+    yaml_file.apply_overrides(document, ["pool.slots=9", "pool.budget_mb=1"])
     assert document.data == {"name": "a", "pool": {"slots": 8}}
 
 
@@ -549,7 +549,7 @@ def test_all_the_files_that_should_ship_do():
 
 def test_shown_is_everything_with_shares_as_comments(write):
     text = resolved(load(write("name: a\ntokenizer: {workers: 4}\n")))
-    shown = yamlfile.read(write(text)).data
+    shown = yaml_file.read(write(text)).data
     assert shown == msgspec.json.decode(msgspec.json.encode(load(write(text))))
     assert shown.keys() == set(Deployment.__struct_fields__)
     assert "\npool:  # per tokenizer worker: 256 MiB\n" in text
@@ -586,8 +586,8 @@ TEXTS = st.text(max_size=20) | st.sampled_from(
 @given(st.dictionaries(TEXTS, SCALARS | TEXTS, min_size=1, max_size=4))
 def test_any_values_survive_being_emitted(tmp_path_factory, values):
     path = tmp_path_factory.getbasetemp() / "emitted.yaml"
-    path.write_text(yamlfile.emit({"options": values}), encoding="utf-8")
-    read = yamlfile.read(path).data["options"]
+    path.write_text(yaml_file.emit({"options": values}), encoding="utf-8")
+    read = yaml_file.read(path).data["options"]
     assert read == values
     assert [type(value) for value in read.values()] == [type(value) for value in values.values()]
 

@@ -24,7 +24,7 @@ from tensorferry.codecs.frames import Limits, encode
 from tensorferry.pipeline import sockets
 from tensorferry.pipeline.channels import HIGH_WATER, UNREAD, Context, Dealer, FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import (
+from tensorferry.pipeline.deployment.load import (
     Deployment,
     NetworkSpec,
     SecuritySpec,

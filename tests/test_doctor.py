@@ -28,7 +28,7 @@ from tensorferry.codecs.machine.advice import Check, checkup
 from tensorferry.codecs.machine.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
 from tensorferry.codecs.machine.transport import AVAILABLE, TRANSPORTS
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.deployment.load import Deployment, load
 
 DEADLINE_S = 60.0
 WORKS = Trial(True)

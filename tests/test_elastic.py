@@ -35,7 +35,7 @@ from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.stage import Stage
 
 MIB = 1 << 20

@@ -36,7 +36,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadMessage, FerryError
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.parts import Embeddings, Part, Video
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

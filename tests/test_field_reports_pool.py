@@ -55,7 +55,7 @@ from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.broker import Broker, recycle
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client, Outcome
-from tensorferry.pipeline.config import Deployment, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.share import FallbackWarning
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import Counters

@@ -27,7 +27,7 @@ from tensorferry.codecs.frames import Limits, decode
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline import sockets
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import STAGES, Deployment, load
+from tensorferry.pipeline.deployment.load import STAGES, Deployment, load
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peers import Peers
 from tensorferry.pipeline.runtime import Runtime

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tensorferry.pipeline.config import Deployment, PoolSpec
+from tensorferry.pipeline.deployment.load import Deployment, PoolSpec
 from tensorferry.stages.dispatch import Dispatch
 
 

@@ -24,7 +24,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels import Dealer, open_context
 from tensorferry.pipeline.client import Client, Outcome
-from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.parts import Embeddings
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor
@@ -384,7 +384,7 @@ CLIENT = """
 import asyncio, sys
 from pathlib import Path
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import load
+from tensorferry.pipeline.deployment.load import load
 async def main():
     async with Client.connect(load(Path(sys.argv[1]))) as client:
         image = Path(sys.argv[2]).read_bytes()

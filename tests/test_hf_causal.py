@@ -23,7 +23,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, ConfigError
 from tensorferry.codecs.tensors import View, view_of
 from tensorferry.pipeline.client import Client, Part
-from tensorferry.pipeline.config import Deployment, SchedulerSpec, load
+from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec, load
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages import plugin
 from tensorferry.stages.adapters.base import ItemInfo

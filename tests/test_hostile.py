@@ -18,7 +18,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.channels import Outbox, open_context
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import load
+from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.stage import inboxes
 from tensorferry.pipeline.supervisor import Supervisor

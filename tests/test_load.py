@@ -17,7 +17,7 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import MIB, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import MIB, LimitsSpec, load
 from tensorferry.pipeline.marks import reached
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.load import Load, Overload, Rate

@@ -14,8 +14,8 @@ from tensorferry.cli import transport as cli_transport
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.machine.facts import CudaFacts, Facts
-from tensorferry.pipeline.config import Deployment, load, resolved
-from tensorferry.pipeline.migration import ALIASES, Deprecation
+from tensorferry.pipeline.deployment.load import Deployment, load, resolved
+from tensorferry.pipeline.deployment.sglang_settings import ALIASES, Deprecation
 
 IPC = "SGLANG_USE_CUDA_IPC_TRANSPORT"
 CACHE = "SGLANG_MM_FEATURE_CACHE_MB"

@@ -14,7 +14,7 @@ import pytest
 
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import load
+from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.supervisor import Supervisor
 
 DEADLINE_S = 60.0

@@ -23,7 +23,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client, Outcome, Part
-from tensorferry.pipeline.config import Deployment, load
+from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tensorferry import Client
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline.config import LimitsSpec, load
+from tensorferry.pipeline.deployment.load import LimitsSpec, load
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.animations import read_animation

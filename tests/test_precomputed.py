@@ -22,7 +22,7 @@ from tensorferry.codecs.errors import BadItem, BadRequest, ConfigError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES, View, view_of
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, LimitsSpec, ModelSpec, load
+from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, ModelSpec, load
 from tensorferry.pipeline.parts import Embeddings, Part, on_wire
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.base import ItemInfo

@@ -24,7 +24,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, load, port_offset
+from tensorferry.pipeline.deployment.load import Deployment, load, port_offset
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor
 

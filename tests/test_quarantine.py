@@ -22,7 +22,7 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client, Outcome
-from tensorferry.pipeline.config import Deployment, load, port_offset
+from tensorferry.pipeline.deployment.load import Deployment, load, port_offset
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.assignment import assign
 

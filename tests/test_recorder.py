@@ -27,7 +27,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline import traffic
-from tensorferry.pipeline.config import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
+from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
 from tensorferry.pipeline.replay.trace import read_trace
 from tensorferry.pipeline.telemetry import Counters
 from tensorferry.stages.processors.registry import make_processor

@@ -27,7 +27,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline import spans, traceparent
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, TelemetrySpec, load
+from tensorferry.pipeline.deployment.load import Deployment, TelemetrySpec, load
 from tensorferry.pipeline.spans import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import Counters

@@ -15,7 +15,7 @@ from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.pool.attached_pool import Imported
 from tensorferry.codecs.pool.consumer import close_all
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.pipeline.config import Deployment, PoolSpec
+from tensorferry.pipeline.deployment.load import Deployment, PoolSpec
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.share import PoolShare
 from tensorferry.pipeline.stage import opened

@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline import supervisor as module
-from tensorferry.pipeline.config import Deployment, EncoderSpec, RestartsSpec, TimeoutsSpec
+from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec, RestartsSpec, TimeoutsSpec
 from tensorferry.pipeline.lifecycle import TETHER_VARIABLE
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor, digest, start_command

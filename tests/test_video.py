@@ -19,7 +19,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.tensors import View, nbytes_of
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import LimitsSpec, load
+from tensorferry.pipeline.deployment.load import LimitsSpec, load
 from tensorferry.pipeline.parts import Video
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

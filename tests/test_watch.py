@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import load
+from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.telemetry import Counters
 from tensorferry.stages.watch import BLOCKED_S, Watch
 

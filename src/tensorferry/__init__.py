@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from tensorferry.codecs.tensors import View as View
     from tensorferry.pipeline.client import Client as Client
     from tensorferry.pipeline.client import Outcome as Outcome
-    from tensorferry.pipeline.config import Deployment as Deployment
-    from tensorferry.pipeline.config import LimitsSpec as LimitsSpec
-    from tensorferry.pipeline.config import ModelSpec as ModelSpec
-    from tensorferry.pipeline.config import SchedulerSpec as SchedulerSpec
-    from tensorferry.pipeline.config import load as load
+    from tensorferry.pipeline.deployment.load import Deployment as Deployment
+    from tensorferry.pipeline.deployment.load import LimitsSpec as LimitsSpec
+    from tensorferry.pipeline.deployment.load import ModelSpec as ModelSpec
+    from tensorferry.pipeline.deployment.load import SchedulerSpec as SchedulerSpec
+    from tensorferry.pipeline.deployment.load import load as load
     from tensorferry.pipeline.parts import Embeddings as Embeddings
     from tensorferry.pipeline.parts import Image as Image
     from tensorferry.pipeline.parts import Part as Part
@@ -93,7 +93,7 @@ _NAMES = {
     "tensorferry.codecs.pool.reader": "Reader",
     "tensorferry.codecs.tensors": "DTYPES View",
     "tensorferry.pipeline.client": "Client Outcome",
-    "tensorferry.pipeline.config": "Deployment LimitsSpec ModelSpec SchedulerSpec load",
+    "tensorferry.pipeline.deployment.load": "Deployment LimitsSpec ModelSpec SchedulerSpec load",
     "tensorferry.pipeline.parts": "Embeddings Image Part Video",
     "tensorferry.pipeline.patience": "submit_patiently",
     "tensorferry.stages.adapters.base": "Finish ItemInfo Load ModelAdapter Out split",

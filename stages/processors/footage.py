@@ -11,7 +11,7 @@ from typing import Protocol
 
 from PIL import Image
 
-from tensorferry.pipeline.config import LimitsSpec
+from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Video
 from tensorferry.stages.processors.headers import png
 from tensorferry.stages.processors.headers.animations import Animation, read_animation

@@ -21,7 +21,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
-from tensorferry.pipeline.config import Deployment, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.parts import Embeddings
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.supervisor import Supervisor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tensorferry.pipeline.config import Deployment, EncoderSpec
+from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
 from tensorferry.pipeline.lifecycle import Stop, run_process
 from tensorferry.pipeline.supervisor import Supervisor
 

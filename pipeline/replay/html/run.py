@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tensorferry.pipeline.deployment.yaml_file import emit
 from tensorferry.pipeline.marks import SPANS
 from tensorferry.pipeline.replay import series
 from tensorferry.pipeline.replay.folder import Row, Run
@@ -23,7 +24,6 @@ from tensorferry.pipeline.replay.report import (
     warnings,
 )
 from tensorferry.pipeline.replay.summary import Quantiles, Reason, Step, Summary
-from tensorferry.pipeline.yamlfile import emit
 
 SLOWEST = 12
 STEP_HEAD = (

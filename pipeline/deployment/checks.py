@@ -8,11 +8,11 @@ from unicodedata import category
 from urllib.parse import urlsplit
 
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
-from tensorferry.pipeline.document import Keys
+from tensorferry.pipeline.deployment.document import Keys
 from tensorferry.pipeline.endpoint import is_loopback, is_wildcard, listening_host, reachable_host
 
 if TYPE_CHECKING:
-    from tensorferry.pipeline.config import Deployment
+    from tensorferry.pipeline.deployment.load import Deployment
 
 
 def contradictions(d: Deployment, processes: int) -> Iterator[tuple[str, list[Keys]]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.pipeline.document import Document, Keys, Place, dotted, short
+from tensorferry.pipeline.deployment.document import Document, Keys, Place, dotted, short
 
 KEEP = "keep_mm_feature_on_device"
 ENVIRONMENT = "environment"  #: stands where a file's name would

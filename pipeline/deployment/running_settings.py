@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from tensorferry.pipeline.config import Deployment
+from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.runtime import Runtime
 
 log = structlog.get_logger()

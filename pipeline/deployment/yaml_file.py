@@ -21,7 +21,7 @@ import yaml
 
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.system.files import read_regular
-from tensorferry.pipeline.document import OVERRIDE, Document, Keys, Place, dotted, short
+from tensorferry.pipeline.deployment.document import OVERRIDE, Document, Keys, Place, dotted, short
 
 FILE_NBYTES = 1 << 18
 DEPTH = 16  #: levels of nesting

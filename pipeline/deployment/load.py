@@ -14,10 +14,10 @@ from msgspec import Meta
 from tensorferry.codecs.errors import UNPLACED, ConfigError
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS, TRANSPORTS_MEANT, not_yet
 from tensorferry.codecs.memory.cuda_driver import HandleKind
-from tensorferry.pipeline.contradictions import contradictions
-from tensorferry.pipeline.document import OVERRIDE, Document
-from tensorferry.pipeline.migration import Tell, migrated
-from tensorferry.pipeline.yamlfile import apply_overrides, emit, read
+from tensorferry.pipeline.deployment.checks import contradictions
+from tensorferry.pipeline.deployment.document import OVERRIDE, Document
+from tensorferry.pipeline.deployment.sglang_settings import Tell, migrated
+from tensorferry.pipeline.deployment.yaml_file import apply_overrides, emit, read
 
 MIB = 1 << 20
 STAGES = ("tokenizer", "encoder", "scheduler")

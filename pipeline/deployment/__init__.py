@@ -1,0 +1,1 @@
+"""A deployment file: YAML to frozen structs."""
