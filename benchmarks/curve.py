@@ -26,9 +26,9 @@ from benchmarks.results import Measurement, Outcome, Scale, measurement, quantil
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits
-from tensorferry.pipeline.channels import Dealer, FrontDoor, open_context
-from tensorferry.pipeline.gate import Gate
-from tensorferry.pipeline.keys import DOOR, ServerKeys, client_keys, make_keys
+from tensorferry.pipeline.channels.channels import Dealer, FrontDoor, open_context
+from tensorferry.pipeline.channels.curve_keys import DOOR, ServerKeys, client_keys, make_keys
+from tensorferry.pipeline.channels.zap_gate import Gate
 
 KIB, MIB = 1 << 10, 1 << 20
 LIMITS = Limits()

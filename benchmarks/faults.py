@@ -28,7 +28,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy
 from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.pool.pool import new_nonce
-from tensorferry.pipeline.channels import Dealer, Outbox, open_context
+from tensorferry.pipeline.channels.channels import Dealer, Outbox, open_context
 from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.runtime import SOCKETS, Runtime
 from tensorferry.pipeline.supervisor import Command, Supervisor, start_command

@@ -22,7 +22,7 @@ import uvloop
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.sides import Answered, Send, Setup, answered, answering, faults
-from tensorferry.pipeline.readiness import readable
+from tensorferry.pipeline.channels.readable_fd import readable
 
 PATIENCE_S = 60.0  #: for a round; a pair that is silent for longer has failed
 _PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from benchmarks.sides import Answer, Bytes, Send, Setup, bytes_of
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline.readiness import readable
+from tensorferry.pipeline.channels.readable_fd import readable
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):

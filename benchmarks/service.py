@@ -19,7 +19,7 @@ from pathlib import Path
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits
-from tensorferry.pipeline.channels import FrontDoor, open_context
+from tensorferry.pipeline.channels.channels import FrontDoor, open_context
 from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.runtime import Runtime
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from tensorferry.cli.values import Folder
-from tensorferry.pipeline.keys import add_client, make_keys
+from tensorferry.pipeline.channels.curve_keys import add_client, make_keys
 
 
 @click.group()

@@ -32,6 +32,8 @@ from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Pool
 from tensorferry.codecs.pool.reader import Reader
+from tensorferry.pipeline.channels.readable_fd import readable
+from tensorferry.pipeline.channels.zmq_link import is_file
 from tensorferry.pipeline.conversation import (
     REASON_LENGTH,
     Admitted,
@@ -44,8 +46,6 @@ from tensorferry.pipeline.conversation import (
     close_all,
 )
 from tensorferry.pipeline.places import SILENT_S, Place, Places
-from tensorferry.pipeline.readiness import readable
-from tensorferry.pipeline.sockets import is_file
 
 log = structlog.get_logger()
 

@@ -21,12 +21,12 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, BadRequest, DeploymentError, PeerBusy
 from tensorferry.codecs.frames import Buffer, Limits, decode, encode
 from tensorferry.codecs.pool.pool import new_nonce
-from tensorferry.pipeline.channels import Dealer, open_context
+from tensorferry.pipeline.channels.channels import Dealer, open_context
+from tensorferry.pipeline.channels.curve_keys import client_keys
+from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.keys import client_keys
 from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.sockets import Denial
 from tensorferry.pipeline.submission import REQUEST_NBYTES, check_arguments, check_list, check_sizes
 from tensorferry.pipeline.traceparent import parse
 

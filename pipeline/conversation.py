@@ -20,7 +20,7 @@ import msgspec
 from tensorferry.codecs.errors import AttachRefused, FerryError, PeerGone
 from tensorferry.codecs.messages import Index, Nonce, Origin, Text, Wire
 from tensorferry.codecs.pool.export import Attachment, Export
-from tensorferry.pipeline.readiness import readable
+from tensorferry.pipeline.channels.readable_fd import readable
 
 REASON_LENGTH = 1024  #: characters of a refusal
 MESSAGE_NBYTES = 8192  #: the longest message is a Refused

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline.channels import Outbox
+from tensorferry.pipeline.channels.channels import Outbox
 
 #: Reports to a peer that are said again when its connection broke: more than a connection holds.
 REPORTS = 1024

@@ -22,7 +22,7 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline.channels import Outbox
+from tensorferry.pipeline.channels.channels import Outbox
 from tensorferry.pipeline.peer import Peer
 
 log = structlog.get_logger()

@@ -36,10 +36,17 @@ import msgspec
 import structlog
 
 from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline.channels.addresses import (
+    TCP,
+    Host,
+    host_and_port,
+    listening_host,
+    reachable_host,
+    tcp_address,
+)
+from tensorferry.pipeline.channels.zmq_link import PATH_NBYTES, is_file
 from tensorferry.pipeline.claim import Claimed, claimed
 from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset
-from tensorferry.pipeline.endpoint import TCP, Host, host_and_port, listening_host, reachable_host, tcp_address
-from tensorferry.pipeline.sockets import PATH_NBYTES, is_file
 
 log = structlog.get_logger()
 

@@ -23,17 +23,17 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.attaching import Attaching
 from tensorferry.pipeline.broker import Broker, recycle
-from tensorferry.pipeline.channels import FrontDoor, Inbox, Outbox, open_context
+from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, open_context
+from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
+from tensorferry.pipeline.channels.zap_gate import Gate
+from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.deployment.load import Deployment, device_of, mail_of, port_offset, ranks_of
 from tensorferry.pipeline.deployment.running_settings import Settings
-from tensorferry.pipeline.gate import Gate
-from tensorferry.pipeline.keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.peer import Peer
 from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.post import Post
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.share import PoolShare
-from tensorferry.pipeline.sockets import Denial
 from tensorferry.pipeline.upkeep import beat, forget
 
 log = structlog.get_logger()

@@ -27,11 +27,11 @@ import structlog
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline import traffic
+from tensorferry.pipeline.channels.curve_keys import ServerKeys
+from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.deployment.load import Deployment, ranks_of, resolved
-from tensorferry.pipeline.keys import ServerKeys
 from tensorferry.pipeline.lifecycle import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 from tensorferry.pipeline.orphans import reaping
-from tensorferry.pipeline.readiness import readable
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.stage import inboxes
 

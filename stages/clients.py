@@ -11,7 +11,7 @@ import structlog
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy, PeerGone
-from tensorferry.pipeline.channels import FrontDoor
+from tensorferry.pipeline.channels.channels import FrontDoor
 from tensorferry.pipeline.telemetry import Counters
 
 log = structlog.get_logger()

@@ -27,7 +27,7 @@ from tensorferry.codecs.errors import (
 )
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline import traffic
-from tensorferry.pipeline.channels import FrontDoor
+from tensorferry.pipeline.channels.channels import FrontDoor
 from tensorferry.pipeline.deployment.load import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.share import PoolShare

@@ -31,6 +31,7 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.broker import Broker, attach, recycle
+from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.conversation import (
     Admitted,
     Attach,
@@ -41,7 +42,6 @@ from tensorferry.pipeline.conversation import (
     Said,
     check_process,
 )
-from tensorferry.pipeline.readiness import readable
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 20.0

@@ -30,7 +30,7 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, ChannelClosed, DeploymentError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Limits, encode
 from tensorferry.codecs.messages import Cancel, Drain, Heartbeat, Message, Origin
-from tensorferry.pipeline.channels import (
+from tensorferry.pipeline.channels.channels import (
     Context,
     Dealer,
     FrontDoor,
@@ -40,7 +40,7 @@ from tensorferry.pipeline.channels import (
     check_address,
     open_context,
 )
-from tensorferry.pipeline.sockets import BATCH, Link, open_socket
+from tensorferry.pipeline.channels.zmq_link import BATCH, Link, open_socket
 
 ME = Origin("encoder", 0, 7)
 LIMITS = Limits(frames=8, header_nbytes=1 << 16, inline_nbytes=64 << 20)
@@ -51,7 +51,7 @@ import asyncio, hashlib, os, sys, time, zmq
 from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.messages import Heartbeat, Origin
 from tensorferry.codecs.errors import PeerBusy
-from tensorferry.pipeline.channels import *
+from tensorferry.pipeline.channels.channels import *
 ME = Origin("tokenizer", 0, 8)
 LIMITS = Limits(frames=8, header_nbytes=1 << 16, inline_nbytes=64 << 20)
 address = sys.argv[1]

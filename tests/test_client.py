@@ -16,7 +16,7 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.codecs.frames import Limits
-from tensorferry.pipeline.channels import FrontDoor, open_context
+from tensorferry.pipeline.channels.channels import FrontDoor, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
 from tensorferry.pipeline.parts import Video

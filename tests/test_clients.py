@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy
 from tensorferry.codecs.frames import Limits
-from tensorferry.pipeline.channels import Dealer, FrontDoor, open_context
+from tensorferry.pipeline.channels.channels import Dealer, FrontDoor, open_context
 from tensorferry.stages.clients import Clients
 
 DEADLINE_S = 10.0

@@ -21,8 +21,29 @@ from structlog.testing import capture_logs
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, DeploymentError
 from tensorferry.codecs.frames import Limits, encode
-from tensorferry.pipeline import sockets
-from tensorferry.pipeline.channels import HIGH_WATER, UNREAD, Context, Dealer, FrontDoor, Inbox, Outbox, open_context
+from tensorferry.pipeline.channels import zmq_link
+from tensorferry.pipeline.channels.addresses import host_and_port
+from tensorferry.pipeline.channels.channels import (
+    HIGH_WATER,
+    UNREAD,
+    Context,
+    Dealer,
+    FrontDoor,
+    Inbox,
+    Outbox,
+    open_context,
+)
+from tensorferry.pipeline.channels.curve_keys import (
+    DOOR,
+    INBOX,
+    CurveClient,
+    KeyPair,
+    ServerKeys,
+    add_client,
+    make_keys,
+)
+from tensorferry.pipeline.channels.zap_gate import Gate
+from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import (
     Deployment,
@@ -33,11 +54,7 @@ from tensorferry.pipeline.deployment.load import (
     port_offset,
     ranks_of,
 )
-from tensorferry.pipeline.endpoint import host_and_port
-from tensorferry.pipeline.gate import Gate
-from tensorferry.pipeline.keys import DOOR, INBOX, CurveClient, KeyPair, ServerKeys, add_client, make_keys
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.sockets import Denial
 from tensorferry.pipeline.stage import inboxes
 from tensorferry.pipeline.supervisor import Supervisor
 
@@ -215,7 +232,7 @@ async def test_a_client_that_floods_a_door_on_a_network_fills_its_own_queue(cont
 async def test_who_connects_and_says_nothing_is_hung_up_on(
     context: Context, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 50)
+    monkeypatch.setattr(zmq_link, "HANDSHAKE_MS", 50)
     gate = Gate(context, KEYS, lambda: None)
     door = FrontDoor(context, address, LIMITS, _never, curve=KEYS.bound(DOOR))
     host, port = host_and_port(address)

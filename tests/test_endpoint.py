@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import ConfigError
+from tensorferry.pipeline.channels.addresses import (
+    host_and_port,
+    is_loopback,
+    listening_host,
+    reachable_host,
+    tcp_address,
+)
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.endpoint import host_and_port, is_loopback, listening_host, reachable_host, tcp_address
 from tensorferry.pipeline.runtime import Runtime
 
 PORTED = "has a port, which is another key, network.port"

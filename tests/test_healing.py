@@ -22,7 +22,7 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
-from tensorferry.pipeline.channels import Dealer, open_context
+from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.parts import Embeddings

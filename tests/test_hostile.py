@@ -16,7 +16,7 @@ import zmq
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import CODES
-from tensorferry.pipeline.channels import Outbox, open_context
+from tensorferry.pipeline.channels.channels import Outbox, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.runtime import Runtime

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline.channels import Received
+from tensorferry.pipeline.channels.channels import Received
 from tensorferry.pipeline.client import Client
 from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.features import Features

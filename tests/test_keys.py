@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import DeploymentError, OutputError
-from tensorferry.pipeline.keys import DOOR, INBOX, ServerKeys, add_client, client_keys, make_keys
+from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys, add_client, client_keys, make_keys
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tensorferry import BadRequest, Busy, Client, Failed, Failure, Result, submit_patiently
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
-from tensorferry.pipeline.channels import FrontDoor, open_context
+from tensorferry.pipeline.channels.channels import FrontDoor, open_context
 from tensorferry.pipeline.deployment.load import Deployment, TimeoutsSpec
 from tensorferry.pipeline.runtime import Runtime
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
-from tensorferry.pipeline.channels import Inbox, Outbox, open_context
+from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, load, port_offset
 from tensorferry.pipeline.runtime import Runtime

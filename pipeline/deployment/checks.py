@@ -8,8 +8,8 @@ from unicodedata import category
 from urllib.parse import urlsplit
 
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
+from tensorferry.pipeline.channels.addresses import is_loopback, is_wildcard, listening_host, reachable_host
 from tensorferry.pipeline.deployment.document import Keys
-from tensorferry.pipeline.endpoint import is_loopback, is_wildcard, listening_host, reachable_host
 
 if TYPE_CHECKING:
     from tensorferry.pipeline.deployment.load import Deployment

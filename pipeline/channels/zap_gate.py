@@ -16,8 +16,8 @@ import zmq
 from zmq.utils import z85
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.keys import ServerKeys
-from tensorferry.pipeline.sockets import Context, open_socket
+from tensorferry.pipeline.channels.curve_keys import ServerKeys
+from tensorferry.pipeline.channels.zmq_link import Context, open_socket
 
 log = structlog.get_logger()
 

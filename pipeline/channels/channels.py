@@ -27,9 +27,9 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, PeerGone
 from tensorferry.codecs.frames import Buffer, Limits, encode
 from tensorferry.codecs.messages import Message
-from tensorferry.pipeline.endpoint import TCP
-from tensorferry.pipeline.keys import CurveClient, CurveServer
-from tensorferry.pipeline.sockets import (
+from tensorferry.pipeline.channels.addresses import TCP
+from tensorferry.pipeline.channels.curve_keys import CurveClient, CurveServer
+from tensorferry.pipeline.channels.zmq_link import (
     HANDSHAKE_FAILURES,
     Context,
     Denial,

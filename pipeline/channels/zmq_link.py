@@ -25,8 +25,8 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, ChannelClosed, DeploymentError, PeerBusy
 from tensorferry.codecs.frames import Buffer, Limits, decode
 from tensorferry.codecs.messages import Message
-from tensorferry.pipeline.endpoint import TCP, host_and_port, is_loopback, listening_host, reachable_host
-from tensorferry.pipeline.keys import CurveClient, CurveServer
+from tensorferry.pipeline.channels.addresses import TCP, host_and_port, is_loopback, listening_host, reachable_host
+from tensorferry.pipeline.channels.curve_keys import CurveClient, CurveServer
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

@@ -1,0 +1,1 @@
+"""ZeroMQ: sockets, addresses, keys, and who is let in."""
