@@ -14,8 +14,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.pool.elastic.mail import Letter
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline.peer import Peer
-from tensorferry.pipeline.peers import Peers
+from tensorferry.pipeline.peers.handshake import Peers
+from tensorferry.pipeline.peers.peer import Peer
 
 #: Between two looks, with work in hand and without: a word that a GPU stores calls nobody.
 LOOK_S, IDLE_LOOK_S = 0.001, 0.01

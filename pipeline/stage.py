@@ -29,8 +29,8 @@ from tensorferry.pipeline.channels.zap_gate import Gate
 from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.deployment.load import Deployment, device_of, mail_of, port_offset, ranks_of
 from tensorferry.pipeline.deployment.running_settings import Settings
-from tensorferry.pipeline.peer import Peer
-from tensorferry.pipeline.peers import DOWNSTREAM, HandshakeRefused, Key, Peers
+from tensorferry.pipeline.peers.handshake import DOWNSTREAM, HandshakeRefused, Key, Peers
+from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.post import Post
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.share import PoolShare

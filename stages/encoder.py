@@ -35,7 +35,7 @@ from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.pool.publisher import Draft
 from tensorferry.pipeline.deployment.load import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.peer import REPORTS, Peer
+from tensorferry.pipeline.peers.peer import REPORTS, Peer
 from tensorferry.pipeline.share import PoolShare
 from tensorferry.pipeline.spans import Exporter
 from tensorferry.pipeline.stage import Stage, opened

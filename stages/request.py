@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
-from tensorferry.pipeline.peer import Peer
+from tensorferry.pipeline.peers.peer import Peer
 
 
 class Life(NamedTuple):

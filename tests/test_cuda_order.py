@@ -38,7 +38,7 @@ from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
-from tensorferry.pipeline.peer import Peer
+from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler

@@ -29,7 +29,7 @@ from tensorferry.pipeline.channels import zmq_link
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import STAGES, Deployment, load
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.peers import Peers
+from tensorferry.pipeline.peers.handshake import Peers
 from tensorferry.pipeline.runtime import Runtime
 from tensorferry.pipeline.stage import Stage
 from tensorferry.stages import encoder as encoder_module

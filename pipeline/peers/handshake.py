@@ -23,7 +23,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.channels.channels import Outbox
-from tensorferry.pipeline.peer import Peer
+from tensorferry.pipeline.peers.peer import Peer
 
 log = structlog.get_logger()
 

@@ -1,0 +1,1 @@
+"""Who is there: the other processes of a deployment."""
