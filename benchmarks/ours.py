@@ -18,9 +18,9 @@ from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline.broker import recycle
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.deployment.load import PoolSpec
+from tensorferry.pipeline.pools.broker import recycle
 from tensorferry.pipeline.supervisor import COPY_VARIABLES
 
 _REQUEST, _HASH = bytes(16), bytes(16)

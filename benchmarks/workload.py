@@ -14,8 +14,8 @@ from benchmarks.flood import Packet, Target
 from benchmarks.malformed import Frames, Layer, Malformed, batch, samples
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits, decode
-from tensorferry.pipeline.conversation import Attach, Refused
 from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset
+from tensorferry.pipeline.pools.fd_conversation import Attach, Refused
 from tensorferry.pipeline.runtime import Runtime
 
 ANSWER_S = 20.0  #: of a broker

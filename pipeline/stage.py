@@ -21,8 +21,6 @@ from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline import telemetry
-from tensorferry.pipeline.attaching import Attaching
-from tensorferry.pipeline.broker import Broker, recycle
 from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.channels.zap_gate import Gate
@@ -31,9 +29,11 @@ from tensorferry.pipeline.deployment.load import Deployment, device_of, mail_of,
 from tensorferry.pipeline.deployment.running_settings import Settings
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.peers.peer import Peer
-from tensorferry.pipeline.post import Post
+from tensorferry.pipeline.pools.attach import Attaching
+from tensorferry.pipeline.pools.broker import Broker, recycle
+from tensorferry.pipeline.pools.lease_mail import Post
+from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.share import PoolShare
 from tensorferry.pipeline.upkeep import beat, forget
 
 log = structlog.get_logger()

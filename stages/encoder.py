@@ -36,7 +36,7 @@ from tensorferry.codecs.pool.publisher import Draft
 from tensorferry.pipeline.deployment.load import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peers.peer import REPORTS, Peer
-from tensorferry.pipeline.share import PoolShare
+from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.spans import Exporter
 from tensorferry.pipeline.stage import Stage, opened
 from tensorferry.pipeline.traceparent import sampled

@@ -30,7 +30,7 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels.channels import FrontDoor
 from tensorferry.pipeline.deployment.load import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.lifecycle import Stop
-from tensorferry.pipeline.share import PoolShare
+from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.spans import Exporter
 from tensorferry.pipeline.stage import FLUSH_S, Stage, opened
 from tensorferry.pipeline.traceparent import sampled

@@ -35,7 +35,7 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
-from tensorferry.pipeline.broker import Broker, attach, recycle
+from tensorferry.pipeline.pools.broker import Broker, attach, recycle
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 20.0

@@ -30,9 +30,9 @@ from tensorferry.codecs.pool.export import Export
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
-from tensorferry.pipeline.broker import Broker, attach, recycle
 from tensorferry.pipeline.channels.readable_fd import readable
-from tensorferry.pipeline.conversation import (
+from tensorferry.pipeline.pools.broker import Broker, attach, recycle
+from tensorferry.pipeline.pools.fd_conversation import (
     Admitted,
     Attach,
     Attached,

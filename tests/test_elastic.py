@@ -34,8 +34,8 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
-from tensorferry.pipeline.broker import Broker, attach
 from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.pools.broker import Broker, attach
 from tensorferry.pipeline.stage import Stage
 
 MIB = 1 << 20

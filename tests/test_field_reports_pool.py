@@ -52,11 +52,11 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
-from tensorferry.pipeline.broker import Broker, recycle
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
-from tensorferry.pipeline.share import FallbackWarning
+from tensorferry.pipeline.pools.broker import Broker, recycle
+from tensorferry.pipeline.pools.own_pool import FallbackWarning
 from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import Counters
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

@@ -43,9 +43,9 @@ from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline import attaching
-from tensorferry.pipeline.broker import Broker, attach
-from tensorferry.pipeline.post import Post
+from tensorferry.pipeline.pools import attach as attaching
+from tensorferry.pipeline.pools.broker import Broker, attach
+from tensorferry.pipeline.pools.lease_mail import Post
 
 CHUNK = 2 << 20  #: the stub's granularity
 FOREVER_S = 1000.0

@@ -23,7 +23,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits, decode, encode
 from tensorferry.codecs.tensors import CODES, DTYPES
-from tensorferry.pipeline.conversation import Said
+from tensorferry.pipeline.pools.fd_conversation import Said
 
 VECTORS = Path(__file__).parent / "vectors"
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(wire.Message)

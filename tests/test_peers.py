@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import AttachRefused, PeerGone
-from tensorferry.pipeline import attaching as attaching_module
-from tensorferry.pipeline.attaching import Attaching
 from tensorferry.pipeline.peers import handshake as module
 from tensorferry.pipeline.peers.handshake import Peers
+from tensorferry.pipeline.pools import attach as attaching_module
+from tensorferry.pipeline.pools.attach import Attaching
 from tensorferry.stages.request import Life
 
 ME = wire.Origin("tokenizer", 0, 1)

@@ -8,7 +8,7 @@ import sys
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.pipeline.broker import Broker
+from tensorferry.pipeline.pools.broker import Broker
 
 
 async def serve(path: str) -> None:

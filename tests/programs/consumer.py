@@ -15,7 +15,7 @@ import msgspec
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.messages import Origin, Proxy
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline.broker import attach
+from tensorferry.pipeline.pools.broker import attach
 
 
 def main(path: str, pool: str) -> None:

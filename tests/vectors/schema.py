@@ -10,7 +10,7 @@ from textwrap import fill
 from msgspec import inspect
 
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline import conversation
+from tensorferry.pipeline.pools import fd_conversation
 
 WIDTH = 118
 INTEGERS = {
@@ -66,4 +66,4 @@ def _name(kind: inspect.Type, lines: dict[str, str]) -> str:
 if __name__ == "__main__":
     print(render(wire.Message))
     print()
-    print(render(conversation.Said))
+    print(render(fd_conversation.Said))

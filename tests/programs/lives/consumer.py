@@ -17,7 +17,7 @@ from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.broker import attach
+from tensorferry.pipeline.pools.broker import attach
 
 PATIENCE_S = 15.0  #: for what is not ready; a stopped producer goes on or dies earlier
 CHUNKS = 6  #: that a tensor is looked at in, so that its bytes may change meanwhile

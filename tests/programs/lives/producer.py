@@ -19,7 +19,7 @@ from tensorferry.codecs.pool import ledger
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.pool.publisher import Draft, Publisher
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.broker import Broker, recycle
+from tensorferry.pipeline.pools.broker import Broker, recycle
 
 NBYTES, SLOTS = 1 << 16, 12  # so small that what comes back is lent again at once
 WORDS = 1500  #: of the largest tensor

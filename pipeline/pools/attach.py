@@ -8,8 +8,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.memory.cuda_vmm import NoFabric
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline import broker
 from tensorferry.pipeline.peers.handshake import Peers
+from tensorferry.pipeline.pools import broker
 
 ATTACH_S = 10.0  #: for a peer's pool to be mapped
 AGAIN_S, LONGEST_AGAIN_S = 1.0, 60.0  #: until a next try of one that could not be; doubled each time

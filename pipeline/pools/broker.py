@@ -34,7 +34,8 @@ from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.channels.zmq_link import is_file
-from tensorferry.pipeline.conversation import (
+from tensorferry.pipeline.pools.conversation_places import SILENT_S, Place, Places
+from tensorferry.pipeline.pools.fd_conversation import (
     REASON_LENGTH,
     Admitted,
     Attach,
@@ -45,7 +46,6 @@ from tensorferry.pipeline.conversation import (
     check_process,
     close_all,
 )
-from tensorferry.pipeline.places import SILENT_S, Place, Places
 
 log = structlog.get_logger()
 

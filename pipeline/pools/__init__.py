@@ -1,0 +1,1 @@
+"""This process's pool, and its peers' pools."""
