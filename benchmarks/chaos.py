@@ -43,7 +43,7 @@ from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, load, ranks_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.registry import make_processor
 

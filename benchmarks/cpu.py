@@ -18,7 +18,7 @@ from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, load
-from tensorferry.pipeline.runtime import Owner, Runtime
+from tensorferry.pipeline.process.runtime_dir import Owner, Runtime
 
 STAGES = ("tokenizer", "encoder", "scheduler")
 START_S = 60.0

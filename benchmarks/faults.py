@@ -30,8 +30,8 @@ from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels.channels import Dealer, Outbox, open_context
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.runtime import SOCKETS, Runtime
-from tensorferry.pipeline.supervisor import Command, Supervisor, start_command
+from tensorferry.pipeline.process.runtime_dir import SOCKETS, Runtime
+from tensorferry.pipeline.process.supervisor import Command, Supervisor, start_command
 
 SHORTEST_S, LONGEST_S = 0.2, 5.0  #: how long a fault lasts that does
 FLOOD = 64  #: messages in a row

@@ -26,8 +26,8 @@ from benchmarks.cpu import STAGES, START_S, pid_of, running
 from benchmarks.results import Outcome, Scale, Verdict, measurement, quantile
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.replay import bootstrap
-from tensorferry.pipeline.runtime import Runtime
 
 _IN_FLIGHT = 8
 _SLICES = 4  #: of a turn, in which the arms alternate: others' work beside it comes and goes within a turn

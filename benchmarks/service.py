@@ -21,7 +21,7 @@ from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import FrontDoor, open_context
 from tensorferry.pipeline.deployment.load import Deployment, load
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEPLOYMENT = """
 name: service

@@ -35,7 +35,7 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.supervisor import Supervisor, start_command
+from tensorferry.pipeline.process.supervisor import Supervisor, start_command
 
 LOAD = 0.7  #: of what the deployment can do
 WARM_UP = 0.2  #: of the time, which is not judged: allocators and books that forget find their size

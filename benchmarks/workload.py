@@ -16,7 +16,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits, decode
 from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset
 from tensorferry.pipeline.pools.fd_conversation import Attach, Refused
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 ANSWER_S = 20.0  #: of a broker
 

@@ -15,9 +15,9 @@ import click
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.deployment.load import Deployment, ranks_of
-from tensorferry.pipeline.lifecycle import is_stopped, supervisor_of
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.supervisor import CANCEL_S, DRAIN_ORDER, KILL_S
+from tensorferry.pipeline.process.run_process import is_stopped, supervisor_of
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.supervisor import CANCEL_S, DRAIN_ORDER, KILL_S
 
 Group = list[tuple[str, int]]  #: stages and ranks
 

@@ -25,6 +25,7 @@ from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, require_available
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.image_models import image_model
 from tensorferry.pipeline.replay.machine import this_machine
@@ -42,7 +43,6 @@ from tensorferry.pipeline.replay.text import TokenSource
 from tensorferry.pipeline.replay.trace import load
 from tensorferry.pipeline.replay.turns import MODES, Mode, natural_mode
 from tensorferry.pipeline.replay.window import Moment
-from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import configure
 from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor

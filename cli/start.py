@@ -14,9 +14,9 @@ from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.deployment.load import ranks_of, require_available
-from tensorferry.pipeline.lifecycle import Stop, Tether, run_process
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.supervisor import DRAIN_ORDER, digest
+from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.supervisor import DRAIN_ORDER, digest
 
 
 @click.command()

@@ -18,8 +18,8 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, ranks_of
-from tensorferry.pipeline.lifecycle import is_stopped
-from tensorferry.pipeline.runtime import Owner, Runtime
+from tensorferry.pipeline.process.run_process import is_stopped
+from tensorferry.pipeline.process.runtime_dir import Owner, Runtime
 
 NOT_WELL = 3
 

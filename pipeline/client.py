@@ -26,7 +26,7 @@ from tensorferry.pipeline.channels.curve_keys import client_keys
 from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.parts import Part, prompt_on_wire
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.submission import REQUEST_NBYTES, check_arguments, check_list, check_sizes
 from tensorferry.pipeline.traceparent import parse
 

@@ -15,7 +15,7 @@ from tensorferry.codecs.errors import BadItem, PeerGone, text_of
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.publisher import Draft, Layout
 from tensorferry.pipeline.peers.peer import Peer
-from tensorferry.pipeline.stage import Stage
+from tensorferry.pipeline.process.stage import Stage
 from tensorferry.stages.assignment import owners
 from tensorferry.stages.precomputed import NO_HASH, Precomputed
 from tensorferry.stages.processors.base import BadMedia, Processor, write

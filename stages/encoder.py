@@ -34,11 +34,11 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.pool.publisher import Draft
 from tensorferry.pipeline.deployment.load import MIB, Deployment, device_of, encoder_pool_nbytes
-from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peers.peer import REPORTS, Peer
 from tensorferry.pipeline.pools.own_pool import PoolShare
+from tensorferry.pipeline.process.run_process import Stop
+from tensorferry.pipeline.process.stage import Stage, opened
 from tensorferry.pipeline.spans import Exporter
-from tensorferry.pipeline.stage import Stage, opened
 from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter

@@ -29,10 +29,10 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels.channels import FrontDoor
 from tensorferry.pipeline.deployment.load import Deployment, tokenizer_pool_nbytes
-from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.pools.own_pool import PoolShare
+from tensorferry.pipeline.process.run_process import Stop
+from tensorferry.pipeline.process.stage import FLUSH_S, Stage, opened
 from tensorferry.pipeline.spans import Exporter
-from tensorferry.pipeline.stage import FLUSH_S, Stage, opened
 from tensorferry.pipeline.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.clients import Clients

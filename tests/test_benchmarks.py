@@ -42,7 +42,7 @@ _KILLED = """if True:
     import os, sys, tempfile, time
     from pathlib import Path
     from benchmarks.cpu import DEPLOYMENT, STAGES, pid_of, running
-    from tensorferry.pipeline.runtime import Runtime
+    from tensorferry.pipeline.process.runtime_dir import Runtime
     with running(Path(sys.argv[1]), DEPLOYMENT) as deployment:
         up = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         print(*up, *(pid_of(Runtime.of(deployment), stage) for stage in STAGES), flush=True)

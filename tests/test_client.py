@@ -20,7 +20,7 @@ from tensorferry.pipeline.channels.channels import FrontDoor, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
 from tensorferry.pipeline.parts import Video
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 20.0
 

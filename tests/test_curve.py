@@ -54,9 +54,9 @@ from tensorferry.pipeline.deployment.load import (
     port_offset,
     ranks_of,
 )
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import inboxes
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.stage import inboxes
+from tensorferry.pipeline.process.supervisor import Supervisor
 
 PATIENCE_S = 10.0
 DENIED_S = 6.0  #: for three handshakes to be refused, which take two seconds

@@ -43,7 +43,7 @@ from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TimeoutsSpec
-from tensorferry.pipeline.upkeep import forget
+from tensorferry.pipeline.process.heartbeat import forget
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 20.0

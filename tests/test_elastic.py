@@ -36,7 +36,7 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.pools.broker import Broker, attach
-from tensorferry.pipeline.stage import Stage
+from tensorferry.pipeline.process.stage import Stage
 
 MIB = 1 << 20
 CHUNK = 2 * MIB  #: the stub's granularity
@@ -1137,7 +1137,7 @@ async def test_r10_a_stage_s_next_look_finds_the_lost_context(
     fail(pool, monkeypatch, 1, lost)
     assert pool.growing([2 * CHUNK])
     until(lambda: pool.check_growth() is lost)
-    monkeypatch.setattr("tensorferry.pipeline.stage.Broker", lambda *_, **__: Serving())
+    monkeypatch.setattr("tensorferry.pipeline.process.stage.Broker", lambda *_, **__: Serving())
     stage = Stage.__new__(Stage)
     stage.origin, stage.runtime = Origin("encoder", 0, 7), SimpleNamespace(broker=lambda *_: "")  # type: ignore[assignment]
     stage.deployment, stage.mends = Deployment(name="a"), []

@@ -18,7 +18,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, load
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import affine
 from tensorferry.stages.processors.registry import make_processor

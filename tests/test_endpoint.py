@@ -16,7 +16,7 @@ from tensorferry.pipeline.channels.addresses import (
     tcp_address,
 )
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 PORTED = "has a port, which is another key, network.port"
 NO_INTERFACE = "is not the address of an interface; write it in numbers"

@@ -38,7 +38,7 @@ from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.parts import Embeddings, Part, Video
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import assign
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, plan, write

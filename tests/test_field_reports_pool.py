@@ -57,7 +57,7 @@ from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.own_pool import FallbackWarning
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import Counters
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import assign

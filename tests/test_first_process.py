@@ -55,7 +55,7 @@ def test_sigterm_during_the_imports_stops_it(command: list[str], tmp_path: Path)
 
 REAPS = """
 import subprocess, time
-from tensorferry.pipeline.orphans import reap
+from tensorferry.pipeline.process.orphans import reap
 own = subprocess.Popen(["sh", "-c", "exit 7"])
 orphan = int(subprocess.run(["sh", "-c", "sleep 0.3 >/dev/null & echo $!"], capture_output=True).stdout)
 deadline, reaped = time.monotonic() + 20, []

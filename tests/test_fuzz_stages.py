@@ -28,10 +28,10 @@ from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.channels import zmq_link
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import STAGES, Deployment, load
-from tensorferry.pipeline.lifecycle import Stop
 from tensorferry.pipeline.peers.handshake import Peers
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import Stage
+from tensorferry.pipeline.process.run_process import Stop
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.stage import Stage
 from tensorferry.stages import encoder as encoder_module
 from tensorferry.stages import scheduler as scheduler_module
 from tensorferry.stages import tokenizer as tokenizer_module

@@ -26,8 +26,8 @@ from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.parts import Embeddings
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.assignment import assign
 
 PROGRAMS = Path(__file__).parent / "programs"

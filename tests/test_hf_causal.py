@@ -24,7 +24,7 @@ from tensorferry.codecs.errors import BadRequest, ConfigError
 from tensorferry.codecs.tensors import View, view_of
 from tensorferry.pipeline.client import Client, Part
 from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec, load
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages import plugin
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.registry import make_adapter

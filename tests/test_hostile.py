@@ -19,9 +19,9 @@ from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.channels.channels import Outbox, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import inboxes
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.stage import inboxes
+from tensorferry.pipeline.process.supervisor import Supervisor
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.lifecycle import TETHER_VARIABLE, Stop, Tether
+from tensorferry.pipeline.process.run_process import TETHER_VARIABLE, Stop, Tether
 
 PROGRAM = Path(__file__).parent / "programs" / "life.py"
 DEADLINE_S = 20.0
@@ -163,7 +163,7 @@ def test_a_bug_keeps_its_traceback(start: Callable[..., Life]) -> None:
 def test_b22_a_process_takes_as_many_descriptors_as_it_may_have() -> None:
     code = """
 import asyncio, resource
-from tensorferry.pipeline.lifecycle import run_process
+from tensorferry.pipeline.process.run_process import run_process
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 assert run_process(lambda stop: asyncio.sleep(0), name="nothing", drain_s=1.0) == 0
@@ -312,7 +312,7 @@ def test_without_a_supervisor_there_is_no_tether() -> None:
 
 def holding(tether: Tether) -> Sequence[str]:
     """A process that holds on to its tether and then looks at nothing any more."""
-    code = "import os, signal; from tensorferry.pipeline.lifecycle import Tether; "
+    code = "import os, signal; from tensorferry.pipeline.process.run_process import Tether; "
     code += "Tether.taken_from(os.environ).hold(); print('held', flush=True); signal.pause()"
     return [sys.executable, "-c", code]
 

@@ -15,7 +15,7 @@ import pytest
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 
 DEADLINE_S = 60.0
 PHOTO = Path(__file__).parent.parent / "examples" / "images" / "coffee_lossy.webp"

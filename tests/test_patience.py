@@ -14,7 +14,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import FrontDoor, open_context
 from tensorferry.pipeline.deployment.load import Deployment, TimeoutsSpec
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 20.0
 ORIGIN = wire.Origin("tokenizer", 0, 1)

@@ -24,8 +24,8 @@ from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client, Outcome, Part
 from tensorferry.pipeline.deployment.load import Deployment, load
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import assign
 from tensorferry.stages.processors.registry import make_processor

@@ -18,7 +18,7 @@ from PIL import Image
 from tensorferry import Client
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.deployment.load import LimitsSpec, load
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.headers.animations import read_animation
 from tensorferry.stages.processors.headers.formats import read_container

@@ -24,7 +24,7 @@ from tensorferry.codecs.tensors import CODES, View, view_of
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, ModelSpec, load
 from tensorferry.pipeline.parts import Embeddings, Part, on_wire
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.forms import Form
 from tensorferry.stages.adapters.registry import embedding_form, make_adapter

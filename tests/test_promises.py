@@ -25,8 +25,8 @@ from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, load, port_offset
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.supervisor import Supervisor
 
 PROGRAMS = Path(__file__).parent / "programs"
 START_S = 60.0

@@ -23,7 +23,7 @@ from PIL import Image
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, load, port_offset
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.assignment import assign
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -17,7 +17,7 @@ from tensorferry.cli import running
 from tensorferry.cli.main import main
 from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.deployment.running_settings import Settings, differences, told
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 60.0
 TRACE = Path(__file__).parent / "data" / "traces" / "servegen.jsonl"

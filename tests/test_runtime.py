@@ -23,9 +23,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline import claim
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process import name_claim
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 20.0
 LONG_NAME = "a deployment/with ünusual *letters* " * 5
@@ -35,7 +35,7 @@ PRELUDE = """
 import os, signal, socket, subprocess, sys, time
 from tensorferry.codecs.errors import DeploymentError, PeerGone
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 def say(*words): print(*words, flush=True)
 runtime = Runtime.of(Deployment(name=sys.argv[1], runtime_dir=sys.argv[2]))
 """
@@ -166,7 +166,7 @@ def test_b23_both_ends_compute_the_same_whatever_tmpdir_is(base):
     code = """
     import sys
     from tensorferry.pipeline.deployment.load import Deployment
-    from tensorferry.pipeline.runtime import Runtime
+    from tensorferry.pipeline.process.runtime_dir import Runtime
     print(Runtime.of(Deployment(name=sys.argv[1])).inbox("scheduler", 65535))
     """
     long = base / ("t" * 150)
@@ -449,7 +449,7 @@ def test_b24_a_lock_on_a_file_that_has_gone_is_none(runtime, monkeypatch):
         runtime.lock("encoder", 3).unlink()
         fcntl.flock(descriptor, operation)
 
-    monkeypatch.setattr("tensorferry.pipeline.runtime.fcntl.flock", after_it_was_unlinked)
+    monkeypatch.setattr("tensorferry.pipeline.process.runtime_dir.fcntl.flock", after_it_was_unlinked)
     with runtime.own("encoder", 3) as owner:
         assert runtime.owner("encoder", 3) == owner
         with pytest.raises(DeploymentError, match="already running"), runtime.own("encoder", 3):
@@ -466,7 +466,7 @@ def test_b24_a_lock_on_a_file_that_was_replaced_is_none(runtime, child, monkeypa
         assert heard(owners[0]) == "owned"
         fcntl.flock(descriptor, operation)
 
-    monkeypatch.setattr("tensorferry.pipeline.runtime.fcntl.flock", after_another_came)
+    monkeypatch.setattr("tensorferry.pipeline.process.runtime_dir.fcntl.flock", after_another_came)
     with pytest.raises(DeploymentError, match="already running: it is process"), runtime.own("encoder", 3):
         pass
     assert runtime.owner("encoder", 3).pid == owners[0].pid
@@ -522,12 +522,12 @@ def test_the_owner_itself_makes_its_file_again(runtime):
 
 def test_a_name_that_another_user_holds_keeps_nobody_from_starting_and_is_told(runtime, monkeypatch):
     """That user has no way into the folder, so it is not who is looked for."""
-    name = claim.address(f"encoder-3 {os.path.realpath(runtime.directory)}")
+    name = name_claim.address(f"encoder-3 {os.path.realpath(runtime.directory)}")
     uid = os.geteuid()
     with socket.socket(socket.AF_UNIX) as squatter, capture_logs() as logs:
         squatter.bind(name)
         squatter.listen()
-        monkeypatch.setattr(claim, "_holder", lambda name: claim.Holder(4711, uid + 1))
+        monkeypatch.setattr(name_claim, "_holder", lambda name: name_claim.Holder(4711, uid + 1))
         with runtime.own("encoder", 3):
             pass
     [log] = logs
@@ -537,7 +537,7 @@ def test_a_name_that_another_user_holds_keeps_nobody_from_starting_and_is_told(r
 
 @pytest.mark.parametrize("backlog", [None, 0])
 def test_a_name_whose_holder_hides_keeps_nobody_from_starting(runtime, backlog):
-    name = claim.address(f"encoder-3 {os.path.realpath(runtime.directory)}")
+    name = name_claim.address(f"encoder-3 {os.path.realpath(runtime.directory)}")
     with socket.socket(socket.AF_UNIX) as squatter, socket.socket(socket.AF_UNIX) as asking, capture_logs() as logs:
         squatter.bind(name)
         if backlog is not None:

@@ -20,7 +20,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, item_of, text_of
 from tensorferry.pipeline.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.engines.base import EngineResult
 from tensorferry.stages.splice import Answer
 from tensorferry.stages.threads import run_to_end

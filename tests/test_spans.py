@@ -28,8 +28,8 @@ from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline import spans, traceparent
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, TelemetrySpec, load
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.spans import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
-from tensorferry.pipeline.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import Counters
 from tensorferry.stages.spans import Ended, new_context
 from tensorferry.stages.splice import splice

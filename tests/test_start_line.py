@@ -27,7 +27,7 @@ from tensorferry.pipeline.deployment.load import (
     PoolSpec,
     TokenizerSpec,
 )
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 
 DEADLINE_S = 60.0
 WORKS = Trial(True)

@@ -23,11 +23,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline import supervisor as module
 from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec, RestartsSpec, TimeoutsSpec
-from tensorferry.pipeline.lifecycle import TETHER_VARIABLE
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.supervisor import Supervisor, digest, start_command
+from tensorferry.pipeline.process import supervisor as module
+from tensorferry.pipeline.process.run_process import TETHER_VARIABLE
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.supervisor import Supervisor, digest, start_command
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 20.0

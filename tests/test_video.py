@@ -21,7 +21,7 @@ from tensorferry.codecs.tensors import View, nbytes_of
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import LimitsSpec, load
 from tensorferry.pipeline.parts import Video
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors import on_gpu
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write

@@ -17,7 +17,7 @@ import psutil
 from benchmarks.soak import DEPLOYMENT, Soak
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.supervisor import Supervisor, start_command
+from tensorferry.pipeline.process.supervisor import Supervisor, start_command
 
 CALM_S = 0.3  #: between two bursts
 

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.runtime import Runtime
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 log = structlog.get_logger()
 

@@ -23,8 +23,8 @@ from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.parts import Embeddings
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.base import Clip
 from tensorferry.stages.processors.levels import CLIP_STD

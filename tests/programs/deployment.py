@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
-from tensorferry.pipeline.lifecycle import Stop, run_process
-from tensorferry.pipeline.supervisor import Supervisor
+from tensorferry.pipeline.process.run_process import Stop, run_process
+from tensorferry.pipeline.process.supervisor import Supervisor
 
 runtime_dir, journal, behaviour = sys.argv[1:]
 deployment = Deployment(name="supervised", runtime_dir=runtime_dir, encoder=EncoderSpec(ranks=2))

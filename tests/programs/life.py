@@ -9,8 +9,8 @@ import sys
 import threading
 
 from tensorferry.codecs.errors import BadRequest, DeploymentError
-from tensorferry.pipeline import lifecycle
-from tensorferry.pipeline.lifecycle import Stop, Tether, run_process
+from tensorferry.pipeline.process import run_process as lifecycle
+from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
 
 
 def say(what: object) -> None:

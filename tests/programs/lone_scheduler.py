@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.lifecycle import Stop, run_process
+from tensorferry.pipeline.process.run_process import Stop, run_process
 from tensorferry.stages import scheduler
 
 deployment = load(Path(sys.argv[1]))

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.lifecycle import Stop, Tether, run_process
+from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
 
 behaviour, stage, rank, journal = sys.argv[1:]
 name = f"{stage}-{rank}"
@@ -24,7 +24,7 @@ def note(what: object) -> None:
 
 def sweep() -> None:
     from tensorferry.pipeline.deployment.load import Deployment  # seldom needed, and slow
-    from tensorferry.pipeline.runtime import Runtime
+    from tensorferry.pipeline.process.runtime_dir import Runtime
 
     Runtime.of(Deployment(name="supervised", runtime_dir=str(Path(journal).with_name("run")))).sweep()
 

@@ -33,8 +33,8 @@ from tensorferry.pipeline.pools.attach import Attaching
 from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.lease_mail import Post
 from tensorferry.pipeline.pools.own_pool import PoolShare
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.upkeep import beat, forget
+from tensorferry.pipeline.process.heartbeat import beat, forget
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 log = structlog.get_logger()
 

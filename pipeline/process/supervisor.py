@@ -30,10 +30,10 @@ from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels.curve_keys import ServerKeys
 from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.deployment.load import Deployment, ranks_of, resolved
-from tensorferry.pipeline.lifecycle import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
-from tensorferry.pipeline.orphans import reaping
-from tensorferry.pipeline.runtime import Runtime
-from tensorferry.pipeline.stage import inboxes
+from tensorferry.pipeline.process.orphans import reaping
+from tensorferry.pipeline.process.run_process import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.stage import inboxes
 
 log = structlog.get_logger()
 

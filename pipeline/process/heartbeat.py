@@ -12,7 +12,7 @@ import zmq
 from tensorferry.codecs.errors import FerryError
 
 if TYPE_CHECKING:
-    from tensorferry.pipeline.stage import Stage
+    from tensorferry.pipeline.process.stage import Stage
 
 log = structlog.get_logger()
 

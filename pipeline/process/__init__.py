@@ -1,0 +1,1 @@
+"""One process, from exec to exit; and the supervisor of all."""
