@@ -43,7 +43,7 @@ from tensorferry.pipeline.replay.text import TokenSource
 from tensorferry.pipeline.replay.trace import load
 from tensorferry.pipeline.replay.turns import MODES, Mode, natural_mode
 from tensorferry.pipeline.replay.window import Moment
-from tensorferry.pipeline.telemetry import configure
+from tensorferry.pipeline.telemetry.counters import configure
 from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder

@@ -12,11 +12,11 @@ import click
 from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.deployment.load import ranks_of, require_available
 from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import DRAIN_ORDER, digest
+from tensorferry.pipeline.telemetry import counters
 
 
 @click.command()
@@ -40,7 +40,7 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         deployment = load_deployment(file, settings)
         with placing(file, settings):
             require_available(deployment)
-        telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
+        counters.configure(deployment.telemetry, stage=stage, rank=rank)
     ranks = ranks_of(deployment)[stage]
     if not 0 <= rank < ranks:
         raise click.BadParameter(

@@ -13,7 +13,6 @@ from tensorferry.cli.config import load_deployment, placing
 from tensorferry.codecs.machine.facts import Facts
 from tensorferry.codecs.machine.probe import gather
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS, Budget, Decision, Wanted, decide, startup_fields
-from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.deployment.load import (
     MIB,
     Deployment,
@@ -25,6 +24,7 @@ from tensorferry.pipeline.deployment.load import (
     tokenizer_pool_nbytes,
 )
 from tensorferry.pipeline.deployment.sglang_settings import Deprecation
+from tensorferry.pipeline.telemetry import counters
 from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ def load_to_run(
     """
     deprecations: list[Deprecation] = []
     deployment = load_deployment(file, settings, environ=environ, tell=deprecations.append, plugins=True)
-    telemetry.configure(deployment.telemetry, **bound)
+    counters.configure(deployment.telemetry, **bound)
     for deprecation in deprecations:
         log.warning("setting_deprecated", old=deprecation.old, new=deprecation.new, outcome=deprecation.outcome)
     with placing(file, settings):

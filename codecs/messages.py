@@ -58,7 +58,7 @@ Gauges = Annotated[tuple["Gauge", ...], Meta(max_length=256)]
 Marks = Annotated[tuple["Mark", ...], Meta(max_length=2048)]
 Ranks = Annotated[tuple["Rank", ...], Meta(max_length=MOST_RANKS)]
 Grid = tuple[Index, Index, Index]  #: patches along time, height, width
-#: W3C's traceparent as bytes: trace id 16, span id 8, flags 1 (see `pipeline/traceparent.py`).
+#: W3C's traceparent as bytes: trace id 16, span id 8, flags 1 (see `pipeline/telemetry/traceparent.py`).
 TraceContext = Annotated[bytes, Meta(min_length=25, max_length=25)]
 
 

@@ -28,7 +28,7 @@ from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.submission import REQUEST_NBYTES, check_arguments, check_list, check_sizes
-from tensorferry.pipeline.traceparent import parse
+from tensorferry.pipeline.telemetry.traceparent import parse
 
 log = structlog.get_logger()
 

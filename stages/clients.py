@@ -12,7 +12,7 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy, PeerGone
 from tensorferry.pipeline.channels.channels import FrontDoor
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
 

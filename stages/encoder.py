@@ -38,8 +38,8 @@ from tensorferry.pipeline.peers.peer import REPORTS, Peer
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import Stage, opened
-from tensorferry.pipeline.spans import Exporter
-from tensorferry.pipeline.traceparent import sampled
+from tensorferry.pipeline.telemetry.span_exporter import Exporter
+from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.assignment import owners

@@ -20,7 +20,7 @@ from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.pipeline.replay.formats.own import line_of
 from tensorferry.pipeline.replay.request import MAX_TOKENS, Image, Request
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.pipeline.traffic import PRIVATE
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import header

@@ -11,7 +11,7 @@ import numpy as np
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadMessage
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline import traceparent
+from tensorferry.pipeline.telemetry import traceparent
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 
 MOST_TOKENS = 1 << 20  #: of an answer: what a client may ask for

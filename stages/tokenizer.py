@@ -32,8 +32,8 @@ from tensorferry.pipeline.deployment.load import Deployment, tokenizer_pool_nbyt
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import FLUSH_S, Stage, opened
-from tensorferry.pipeline.spans import Exporter
-from tensorferry.pipeline.traceparent import sampled
+from tensorferry.pipeline.telemetry.span_exporter import Exporter
+from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.clients import Clients
 from tensorferry.stages.dispatch import Dispatch

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
 

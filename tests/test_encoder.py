@@ -23,7 +23,7 @@ from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out, split
 from tensorferry.stages.encoder import Encoder
 

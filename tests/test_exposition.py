@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tensorferry.pipeline import exposition
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry import prometheus
+from tensorferry.pipeline.telemetry.counters import Counters
 
 DEADLINE_S = 20.0
 
@@ -84,17 +84,17 @@ def test_a_connection_that_is_reset_is_counted_without_a_traceback(
 def test_silent_connections_take_no_more_threads_than_there_are_and_are_hung_up(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert exposition._Handler.timeout == exposition.SILENT_S
-    monkeypatch.setattr(exposition._Handler, "timeout", 1.0)
+    assert prometheus._Handler.timeout == prometheus.SILENT_S
+    monkeypatch.setattr(prometheus._Handler, "timeout", 1.0)
     port = counters.serve(0)
     before = threading.active_count()
     with ExitStack() as silent:
         lines = [
             silent.enter_context(socket.create_connection(("127.0.0.1", port), DEADLINE_S))
-            for _ in range(3 * exposition.CONNECTIONS)
+            for _ in range(3 * prometheus.CONNECTIONS)
         ]
-        until(lambda: refused(counters) == 2 * exposition.CONNECTIONS)
-        assert threading.active_count() <= before + exposition.CONNECTIONS
+        until(lambda: refused(counters) == 2 * prometheus.CONNECTIONS)
+        assert threading.active_count() <= before + prometheus.CONNECTIONS
         assert all(line.recv(1) == b"" for line in lines), "hung up"
         assert refused(counters) == len(lines)
     assert "requests_ok" in scrape(port)

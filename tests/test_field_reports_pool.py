@@ -58,7 +58,7 @@ from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.own_pool import FallbackWarning
 from tensorferry.pipeline.process.supervisor import Supervisor
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import assign
 from tensorferry.stages.processors.registry import make_processor

@@ -18,8 +18,8 @@ from PIL import Image
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import MIB, LimitsSpec, load
-from tensorferry.pipeline.marks import reached
 from tensorferry.pipeline.process.supervisor import Supervisor
+from tensorferry.pipeline.telemetry.timeline import reached
 from tensorferry.stages.load import Load, Overload, Rate
 
 LIMITS = LimitsSpec(in_flight_requests=4, in_flight_items=10, in_flight_mb=1)

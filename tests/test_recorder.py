@@ -29,7 +29,7 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline import traffic
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
 from tensorferry.pipeline.replay.trace import read_trace
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner

@@ -20,7 +20,6 @@ from click.testing import CliRunner
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import ReportError
 from tensorferry.codecs.messages import Gauge, Member
-from tensorferry.pipeline.marks import SPANS
 from tensorferry.pipeline.replay import series
 from tensorferry.pipeline.replay.folder import Run, read_run
 from tensorferry.pipeline.replay.gauges import Sampler
@@ -28,6 +27,7 @@ from tensorferry.pipeline.replay.html import charts, page
 from tensorferry.pipeline.replay.html.run import report
 from tensorferry.pipeline.replay.perfetto import MOST_REQUESTS, SLOWEST, perfetto
 from tensorferry.pipeline.replay.summary import Summary
+from tensorferry.pipeline.telemetry.timeline import SPANS
 
 pytestmark = pytest.mark.usefixtures("plots")
 

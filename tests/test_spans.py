@@ -25,12 +25,13 @@ from PIL import Image
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.pipeline import spans, traceparent
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, TelemetrySpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
-from tensorferry.pipeline.spans import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry import span_exporter as spans
+from tensorferry.pipeline.telemetry import traceparent
+from tensorferry.pipeline.telemetry.counters import Counters
+from tensorferry.pipeline.telemetry.span_exporter import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
 from tensorferry.stages.spans import Ended, new_context
 from tensorferry.stages.splice import splice
 
@@ -38,7 +39,7 @@ service = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="pip install 'tensorferry[otel]'"
 )
 proto = pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2")
-otlp = pytest.importorskip("tensorferry.pipeline.otlp")
+otlp = pytest.importorskip("tensorferry.pipeline.telemetry.otlp")
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.telemetry import COUNTERS, Counters
+from tensorferry.pipeline.telemetry.counters import COUNTERS, Counters
 
 DEADLINE_S = 20.0
 
@@ -30,7 +30,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 from tensorferry.codecs.errors import BadItem
 from tensorferry.pipeline.deployment.load import TelemetrySpec
-from tensorferry.pipeline.telemetry import configure
+from tensorferry.pipeline.telemetry.counters import configure
 log = structlog.get_logger()  # before it is configured, as modules do
 """
 
@@ -366,7 +366,7 @@ def test_closing_frees_the_port(counters):
 def test_nobody_pays_for_prometheus_who_has_no_port(logged):
     logged(
         """
-        from tensorferry.pipeline.telemetry import Counters
+        from tensorferry.pipeline.telemetry.counters import Counters
         counters = Counters()
         counters.count("requests_ok")
         counters.close()

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.watch import BLOCKED_S, Watch
 
 DEADLINE_S = 60.0

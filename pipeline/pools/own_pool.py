@@ -15,7 +15,7 @@ from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.pipeline.deployment.load import Deployment, mail_of
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
 

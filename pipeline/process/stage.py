@@ -20,7 +20,6 @@ from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline import telemetry
 from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.channels.zap_gate import Gate
@@ -35,6 +34,7 @@ from tensorferry.pipeline.pools.lease_mail import Post
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.heartbeat import beat, forget
 from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.telemetry import counters
 
 log = structlog.get_logger()
 
@@ -56,10 +56,10 @@ class Stage:
         self.runtime = Runtime.of(deployment)
         self.device = device_of(deployment, stage, rank)  #: the GPU it works on, wherever its pool is; None: none
         self.limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
-        telemetry.configure(deployment.telemetry, stage=stage, rank=rank)
-        self.counters = telemetry.Counters(stage=stage, rank=str(rank))
+        counters.configure(deployment.telemetry, stage=stage, rank=rank)
+        self.counters = counters.Counters(stage=stage, rank=str(rank))
         self._began_s = time.monotonic()
-        self.refusals = telemetry.Ration()  #: of log lines about them
+        self.refusals = counters.Ration()  #: of log lines about them
         self.in_flight: Callable[[], int] = lambda: 0  #: set by the stage, for heartbeats
         self.numbers: Callable[[], Mapping[str, float]] = dict  #: its own gauges, the same
         self.busy_since: Callable[[], float | None] = lambda: None  #: monotonic; None: it has nothing to do

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.marks import reached
 from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented
 from tensorferry.pipeline.replay.request import ASSUMED_OUTPUT_TOKENS, Drop, Image
@@ -25,6 +24,7 @@ from tensorferry.pipeline.replay.summary import (
     Summary,
     TraceSummary,
 )
+from tensorferry.pipeline.telemetry.timeline import reached
 
 _encode = msgspec.json.Encoder().encode
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tensorferry.pipeline.marks import READ, SPANS
 from tensorferry.pipeline.replay.folder import Row, Run
+from tensorferry.pipeline.telemetry.timeline import READ, SPANS
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,7 +11,6 @@ import msgspec
 
 from tensorferry import __version__
 from tensorferry.codecs.messages import Member
-from tensorferry.pipeline.marks import READ, reached
 from tensorferry.pipeline.replay.machine import Machine
 from tensorferry.pipeline.replay.prepare import Invented, Preparation
 from tensorferry.pipeline.replay.request import Drop
@@ -19,6 +18,7 @@ from tensorferry.pipeline.replay.run import Outcome, Replay
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.trace import Trace
 from tensorferry.pipeline.replay.values import NS
+from tensorferry.pipeline.telemetry.timeline import READ, reached
 
 #: Sends later than this at the 99th percentile make a run another load than the recorded one.
 DEGRADED_LATENESS_MS = 500.0

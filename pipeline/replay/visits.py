@@ -13,9 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from tensorferry.codecs.errors import ReportError
-from tensorferry.pipeline.marks import READ
 from tensorferry.pipeline.replay.folder import Row, Run
 from tensorferry.pipeline.replay.forecast import Stay, Visit
+from tensorferry.pipeline.telemetry.timeline import READ
 
 MS = 1_000_000
 

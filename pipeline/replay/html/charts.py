@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensorferry.codecs.errors import ReportError
-from tensorferry.pipeline.marks import SPANS
 from tensorferry.pipeline.replay.series import UNSENT, Bins, Floats, Span, distribution
+from tensorferry.pipeline.telemetry.timeline import SPANS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

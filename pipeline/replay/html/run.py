@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from tensorferry.pipeline.deployment.yaml_file import emit
-from tensorferry.pipeline.marks import SPANS
 from tensorferry.pipeline.replay import series
 from tensorferry.pipeline.replay.folder import Row, Run
 from tensorferry.pipeline.replay.html import charts, page
@@ -24,6 +23,7 @@ from tensorferry.pipeline.replay.report import (
     warnings,
 )
 from tensorferry.pipeline.replay.summary import Quantiles, Reason, Step, Summary
+from tensorferry.pipeline.telemetry.timeline import SPANS
 
 SLOWEST = 12
 STEP_HEAD = (

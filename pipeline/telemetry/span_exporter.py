@@ -16,7 +16,7 @@ import structlog
 from tensorferry import __version__
 from tensorferry.codecs.errors import UNPLACED, ConfigError
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.telemetry import Counters
+from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class Exporter:
     def __init__(self, deployment: Deployment, stage: str, rank: int, counters: Counters) -> None:
         """Of one process, to the receiver at `telemetry.otlp_endpoint`, be it there or not. Raises ConfigError."""
         require_installed()
-        from tensorferry.pipeline.otlp import Receiver
+        from tensorferry.pipeline.telemetry.otlp import Receiver
 
         assert deployment.telemetry.otlp_endpoint is not None
         resource: Attributes = {

@@ -20,12 +20,12 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.deployment.load import TelemetrySpec
-from tensorferry.pipeline.sink import Sink
+from tensorferry.pipeline.telemetry.log_sink import Sink
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from tensorferry.pipeline.exposition import Exposition
+    from tensorferry.pipeline.telemetry.prometheus import Exposition
 
 #: Every counter there is, and what it counts.
 COUNTERS = {
@@ -107,7 +107,7 @@ class Counters:
         """
         from prometheus_client import CollectorRegistry  # 50 ms that few processes need
 
-        from tensorferry.pipeline.exposition import Exposition
+        from tensorferry.pipeline.telemetry.prometheus import Exposition
 
         registry = CollectorRegistry()
         registry.register(self)

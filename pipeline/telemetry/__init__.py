@@ -1,0 +1,1 @@
+"""What processes say: logs, counters, metrics, spans."""
