@@ -15,8 +15,8 @@ from benchmarks.results import Outcome, Scale, Verdict, measurement
 from benchmarks.service import serving
 from tensorferry.pipeline.client import Client
 from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.prepare import Prepared
-from tensorferry.pipeline.replay.request import Request
 from tensorferry.pipeline.replay.run import Outcome as Sent
 from tensorferry.pipeline.replay.run import Replay
 from tensorferry.pipeline.replay.schedule import Speed

@@ -18,10 +18,10 @@ from tensorferry.codecs.errors import OutputError, RequestError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.deployment.load import LimitsSpec
-from tensorferry.pipeline.replay.formats.own import line_of
-from tensorferry.pipeline.replay.request import MAX_TOKENS, Image, Request
+from tensorferry.pipeline.recording.request import MAX_TOKENS, Image, Request
+from tensorferry.pipeline.recording.trace_line import line_of
+from tensorferry.pipeline.recording.traffic import PRIVATE
 from tensorferry.pipeline.telemetry.counters import Counters
-from tensorferry.pipeline.traffic import PRIVATE
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import header
 from tensorferry.stages.processors.text import TextEncoder

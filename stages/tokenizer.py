@@ -26,12 +26,12 @@ from tensorferry.codecs.errors import (
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels.channels import FrontDoor
 from tensorferry.pipeline.deployment.load import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import FLUSH_S, Stage, opened
+from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form

@@ -34,10 +34,10 @@ from tensorferry.codecs.messages import ItemReport, Mark
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
+from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
 from tensorferry.pipeline.replay.report import write_report
-from tensorferry.pipeline.replay.request import Request
 from tensorferry.pipeline.replay.run import Outcome, Replay
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.summary import PoolUse, Setup, summarise

@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tensorferry.cli.main import main
+from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.copies import convert
 from tensorferry.pipeline.replay.description import Spread, describe
 from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.request import Request
 from tensorferry.pipeline.replay.selection import Selection
 from tensorferry.pipeline.replay.trace import Trace, read_trace
 

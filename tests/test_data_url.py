@@ -11,8 +11,8 @@ import pytest
 from tensorferry.codecs.errors import BadRequest
 from tensorferry.pipeline import parts
 from tensorferry.pipeline.data_url import read_data_url
+from tensorferry.pipeline.recording.request import BrokenRow
 from tensorferry.pipeline.replay.formats.media import image_at
-from tensorferry.pipeline.replay.request import BrokenRow
 
 GIVEN = {
     "data:image/png;base64,AAEC": b"\0\1\2",

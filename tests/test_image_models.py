@@ -12,11 +12,11 @@ import pytest
 from PIL import Image as Pillow
 
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.recording.request import Image
 from tensorferry.pipeline.replay.image_models import Measured, image_model
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import Preparation, prepare
 from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.request import Image
 from tensorferry.pipeline.replay.text import TokenSource
 from tensorferry.pipeline.replay.trace import load
 

@@ -26,8 +26,8 @@ from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline import traffic
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
+from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.replay.trace import read_trace
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.processors.registry import make_processor

@@ -20,11 +20,11 @@ from benchmarks.service import serving
 from tensorferry.codecs.errors import TraceError
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.recording.request import Image, Request
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import Part, Preparation, Prepared, prepare
 from tensorferry.pipeline.replay.recording import Recording
 from tensorferry.pipeline.replay.report import results
-from tensorferry.pipeline.replay.request import Image, Request
 from tensorferry.pipeline.replay.run import Replay, Reply
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.text import TokenSource
@@ -307,7 +307,7 @@ def test_the_same_file_and_seed_send_the_same_bytes(file: str) -> None:
 def test_equal_blocks_are_equal_tokens_in_every_process() -> None:
     program = (
         "from tensorferry.pipeline.replay.text import TokenSource\n"
-        "from tensorferry.pipeline.replay.request import Request\n"
+        "from tensorferry.pipeline.recording.request import Request\n"
         "from hashlib import sha256\n"
         "ids = TokenSource(1000, [0, 1], 7).ids(Request(line={line}, at_ns=0, output_tokens=1, blocks=(2**64 - 1, 5),\n"
         "                                               block_tokens=16), 32)\n"

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
+from tensorferry.pipeline.recording.request import Image, Request
 from tensorferry.pipeline.replay.photos import MAX_PHOTOS, Photo, PhotoError, load_photos
 from tensorferry.pipeline.replay.prepare import Invented, Preparation, UnusableSize, prepare
-from tensorferry.pipeline.replay.request import Image, Request
 from tensorferry.pipeline.replay.seeds import choose
 from tensorferry.pipeline.replay.sizes import SIDES, SizeModel
 from tensorferry.pipeline.replay.text import TokenSource

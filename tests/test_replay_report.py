@@ -13,10 +13,10 @@ from rich.console import Console
 
 from tensorferry.codecs.errors import OutputError
 from tensorferry.codecs.messages import Gauge, ItemReport, Mark, Member
+from tensorferry.pipeline.recording.request import Drop, Request
 from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
 from tensorferry.pipeline.replay.progress import preparing, replaying
 from tensorferry.pipeline.replay.report import print_report, results, write_report
-from tensorferry.pipeline.replay.request import Drop, Request
 from tensorferry.pipeline.replay.run import Outcome, Replay, Snapshot
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.summary import PoolUse, Setup, Summary, drops_of, pool_use, quantiles, summarise

@@ -24,8 +24,8 @@ from tensorferry.codecs.messages import (
     Origin,
     Result,
 )
+from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.prepare import Part, Prepared
-from tensorferry.pipeline.replay.request import Request
 from tensorferry.pipeline.replay.run import Answer, Replay, Reply, Snapshot
 from tensorferry.pipeline.replay.schedule import Ceiling, MonotonicClock, Speed, pace
 from tensorferry.pipeline.replay.session import Session

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.request import BrokenRow, Image, Request
+from tensorferry.pipeline.recording.request import BrokenRow, Image, Request
 from tensorferry.pipeline.replay.trace import Trace, read_trace
 from tensorferry.pipeline.replay.values import WallClocks, wall_clock, wall_text
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.recording.request import ASSUMED_OUTPUT_TOKENS, Image, Request
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.formats.servegen import Distribution
 from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.request import ASSUMED_OUTPUT_TOKENS, Image, Request
 from tensorferry.pipeline.replay.trace import Trace, load, read_trace
 
 DATA = Path(__file__).parent / "data" / "traces"

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.recording.request import BrokenRow
 from tensorferry.pipeline.replay.formats.lengths import keys_of
 from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.request import BrokenRow
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.trace import read_trace
 from tensorferry.pipeline.replay.turns import Turns

@@ -26,7 +26,6 @@ from types import TracebackType
 import structlog
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline import traffic
 from tensorferry.pipeline.channels.curve_keys import ServerKeys
 from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.deployment.load import Deployment, ranks_of, resolved
@@ -34,6 +33,7 @@ from tensorferry.pipeline.process.orphans import reaping
 from tensorferry.pipeline.process.run_process import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.stage import inboxes
+from tensorferry.pipeline.recording import traffic
 
 log = structlog.get_logger()
 

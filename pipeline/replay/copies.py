@@ -12,9 +12,9 @@ import msgspec
 
 from tensorferry.codecs.errors import OutputError, TraceError
 from tensorferry.codecs.system.atomic_file import destination, write_whole
-from tensorferry.pipeline.replay.formats.own import line_of
+from tensorferry.pipeline.recording.request import Image, Request
+from tensorferry.pipeline.recording.trace_line import line_of
 from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.request import Image, Request
 from tensorferry.pipeline.replay.selection import Conversations, Selection
 
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 
 import msgspec
 
+from tensorferry.pipeline.recording.request import Image, Request
 from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.request import Image, Request
 from tensorferry.pipeline.replay.selection import Conversations
 from tensorferry.pipeline.replay.values import NS
 

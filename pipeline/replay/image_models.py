@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Protocol
 
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.recording.request import MAX_PIXELS, MAX_SIDE, BrokenRow, Image
 from tensorferry.pipeline.replay.formats.columns import DELIMITERS, split
 from tensorferry.pipeline.replay.formats.table import READABLE
 from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.request import MAX_PIXELS, MAX_SIDE, BrokenRow, Image
 from tensorferry.pipeline.replay.seeds import choose
 from tensorferry.pipeline.replay.sizes import SizeModel
 from tensorferry.pipeline.replay.values import number, whole

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.system.files import OutsideRoots, Roots
+from tensorferry.pipeline.recording.request import MAX_PIXELS, Drop, Image, Request
 from tensorferry.pipeline.replay.image_models import ImageModel
 from tensorferry.pipeline.replay.photos import Photo, PhotoError, names
 from tensorferry.pipeline.replay.recording import NAMED_PER_REASON
-from tensorferry.pipeline.replay.request import MAX_PIXELS, Drop, Image, Request
 from tensorferry.pipeline.replay.seeds import choose
 from tensorferry.pipeline.replay.sizes import SizeModel
 from tensorferry.pipeline.replay.text import TokenSource

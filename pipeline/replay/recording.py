@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.recording.request import BrokenRow, Drop, Request
 from tensorferry.pipeline.replay.formats.base import Format, Parsed
 from tensorferry.pipeline.replay.formats.lengths import Keys, LengthRows
 from tensorferry.pipeline.replay.formats.servegen import CLIENT, Clients
 from tensorferry.pipeline.replay.formats.sniff import HEAD_LINES, Maker, recognise
 from tensorferry.pipeline.replay.formats.times import Times
-from tensorferry.pipeline.replay.request import BrokenRow, Drop, Request
 from tensorferry.pipeline.replay.source import Source
 from tensorferry.pipeline.replay.values import NS, wall_text
 from tensorferry.pipeline.replay.window import Window

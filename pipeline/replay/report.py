@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorferry.codecs.system.atomic_file import write_whole
+from tensorferry.pipeline.recording.request import ASSUMED_OUTPUT_TOKENS, Drop, Image
 from tensorferry.pipeline.replay.gauges import Sample
 from tensorferry.pipeline.replay.prepare import Invented
-from tensorferry.pipeline.replay.request import ASSUMED_OUTPUT_TOKENS, Drop, Image
 from tensorferry.pipeline.replay.run import Outcome
 from tensorferry.pipeline.replay.summary import (
     DEGRADED_LATENESS_MS,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from tensorferry.pipeline.replay.request import Request
+from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.seeds import choose
 
 

@@ -15,7 +15,7 @@ from bisect import bisect
 from itertools import accumulate
 from statistics import NormalDist
 
-from tensorferry.pipeline.replay.request import Image
+from tensorferry.pipeline.recording.request import Image
 from tensorferry.pipeline.replay.seeds import choose
 
 MEDIAN_PX = 500

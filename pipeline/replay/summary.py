@@ -11,9 +11,9 @@ import msgspec
 
 from tensorferry import __version__
 from tensorferry.codecs.messages import Member
+from tensorferry.pipeline.recording.request import Drop
 from tensorferry.pipeline.replay.machine import Machine
 from tensorferry.pipeline.replay.prepare import Invented, Preparation
-from tensorferry.pipeline.replay.request import Drop
 from tensorferry.pipeline.replay.run import Outcome, Replay
 from tensorferry.pipeline.replay.schedule import Speed
 from tensorferry.pipeline.replay.trace import Trace

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from tensorferry.pipeline.replay.request import Request
+from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.seeds import choose
 
 _CYCLE = 1 << 16

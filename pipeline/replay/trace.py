@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.recording.request import Drop, Request
 from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.request import Drop, Request
 from tensorferry.pipeline.replay.selection import Selection
 from tensorferry.pipeline.replay.values import NS, wall_text
 from tensorferry.pipeline.replay.window import Window

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from tensorferry.pipeline.replay.request import Request
+from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.schedule import Speed
 
 Mode = Literal["clock", "wait", "think"]

@@ -12,7 +12,7 @@ from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
 from functools import lru_cache
 from typing import ClassVar
 
-from tensorferry.pipeline.replay.request import BrokenRow
+from tensorferry.pipeline.recording.request import BrokenRow
 
 NS = 1_000_000_000
 _MAX_DIGITS = 19  # digits before the point: above every time and count, below anything costly to expand

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from tensorferry.pipeline.replay.request import BrokenRow
+from tensorferry.pipeline.recording.request import BrokenRow
 from tensorferry.pipeline.replay.values import NS, wall_clock
 
 _UNITS_NS = {"ms": NS // 1000, "s": NS, "m": 60 * NS, "h": 3600 * NS, "d": 86_400 * NS}

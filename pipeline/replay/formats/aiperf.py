@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tensorferry.pipeline.recording.request import MAX_TOKENS, BrokenRow, Drop, Image, Request
 from tensorferry.pipeline.replay.formats.chat import Prompt
 from tensorferry.pipeline.replay.formats.lengths import Keys, LengthRows
 from tensorferry.pipeline.replay.formats.media import image_at
@@ -21,7 +22,6 @@ from tensorferry.pipeline.replay.formats.objects import (
     output_tokens,
 )
 from tensorferry.pipeline.replay.formats.times import JsonRows, Times
-from tensorferry.pipeline.replay.request import MAX_TOKENS, BrokenRow, Drop, Image, Request
 from tensorferry.pipeline.replay.values import NS, nanoseconds, whole
 
 _MS_NS = NS // 1000

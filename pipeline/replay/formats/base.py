@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tensorferry.pipeline.replay.request import Drop, Request
+from tensorferry.pipeline.recording.request import Drop, Request
 
 #: Of one line: its request; or, where a line is a whole conversation, its turns and those that are broken.
 Parsed = Request | list[Request | Drop]

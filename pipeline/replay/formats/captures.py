@@ -5,6 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tensorferry.pipeline.recording.request import (
+    MAX_ID_CHARACTERS,
+    MAX_OUTPUT_TOKENS,
+    MAX_TOKENS,
+    BrokenRow,
+    Request,
+)
 from tensorferry.pipeline.replay.formats.chat import Prompt, content
 from tensorferry.pipeline.replay.formats.media import decoded, image_at
 from tensorferry.pipeline.replay.formats.objects import (
@@ -15,13 +22,6 @@ from tensorferry.pipeline.replay.formats.objects import (
     output_tokens,
 )
 from tensorferry.pipeline.replay.formats.times import JsonRows
-from tensorferry.pipeline.replay.request import (
-    MAX_ID_CHARACTERS,
-    MAX_OUTPUT_TOKENS,
-    MAX_TOKENS,
-    BrokenRow,
-    Request,
-)
 from tensorferry.pipeline.replay.values import NS, nanoseconds, whole
 
 _LIMITS = ("max_completion_tokens", "max_tokens")

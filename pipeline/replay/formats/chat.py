@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from tensorferry.pipeline.recording.request import MAX_IMAGES, MAX_TOKENS, BrokenRow, Image
 from tensorferry.pipeline.replay.formats.media import image_at
-from tensorferry.pipeline.replay.request import MAX_IMAGES, MAX_TOKENS, BrokenRow, Image
 
 _MEDIA = ("audio", "video", "input_audio", "audio_url", "video_url", "file")
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.formats.times import moment
-from tensorferry.pipeline.replay.request import (
+from tensorferry.pipeline.recording.request import (
     MAX_ID_CHARACTERS,
     MAX_IMAGES,
     MAX_OUTPUT_TOKENS,
@@ -18,6 +17,7 @@ from tensorferry.pipeline.replay.request import (
     Image,
     Request,
 )
+from tensorferry.pipeline.replay.formats.times import moment
 from tensorferry.pipeline.replay.values import NS, WallClocks, nanoseconds, number, whole
 
 DELIMITERS = ",;\t"

@@ -7,9 +7,9 @@ from decimal import Decimal
 
 import msgspec
 
+from tensorferry.pipeline.recording.request import MAX_OUTPUT_TOKENS, MAX_TOKENS, BrokenRow, Image, Request
 from tensorferry.pipeline.replay.formats.objects import identity, json_object, list_of_integers
 from tensorferry.pipeline.replay.formats.times import UNITS_NS, JsonRows, Times
-from tensorferry.pipeline.replay.request import MAX_OUTPUT_TOKENS, MAX_TOKENS, BrokenRow, Image, Request
 from tensorferry.pipeline.replay.values import NS, whole
 
 

@@ -8,7 +8,7 @@ import binascii
 from urllib.parse import unquote, urlsplit
 
 from tensorferry.pipeline.data_url import is_data_url, read_data_url
-from tensorferry.pipeline.replay.request import BrokenRow, Image
+from tensorferry.pipeline.recording.request import BrokenRow, Image
 
 _MAX_PATH_CHARACTERS = 4096
 _SHOWN = 40

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tensorferry.pipeline.replay.request import (
+from tensorferry.pipeline.recording.request import (
     ASSUMED_OUTPUT_TOKENS,
     MAX_ID_CHARACTERS,
     MAX_OUTPUT_TOKENS,

@@ -1,17 +1,8 @@
-"""tensorferry's own format, as docs/traces.md describes it: read here, written here, and the same after both."""
+"""tensorferry's own format, as docs/traces.md describes it: how it is read; `trace_line` writes it."""
 
 from __future__ import annotations
 
-import base64
-from decimal import Decimal
-from typing import Any
-
-import msgspec
-
-from tensorferry.pipeline.replay.formats.media import decoded, local_path
-from tensorferry.pipeline.replay.formats.objects import identity, json_object, list_of_integers, refuse_unknown
-from tensorferry.pipeline.replay.formats.times import JsonRows
-from tensorferry.pipeline.replay.request import (
+from tensorferry.pipeline.recording.request import (
     MAX_IMAGES,
     MAX_OUTPUT_TOKENS,
     MAX_PIXELS,
@@ -21,6 +12,9 @@ from tensorferry.pipeline.replay.request import (
     Image,
     Request,
 )
+from tensorferry.pipeline.replay.formats.media import decoded, local_path
+from tensorferry.pipeline.replay.formats.objects import identity, json_object, list_of_integers, refuse_unknown
+from tensorferry.pipeline.replay.formats.times import JsonRows
 from tensorferry.pipeline.replay.values import NS, nanoseconds, whole
 
 KEYS = frozenset(
@@ -29,7 +23,6 @@ KEYS = frozenset(
 )
 IMAGE_KEYS = frozenset({"path", "data", "width", "height", "tokens"})
 _MS_NS = NS // 1000
-_encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 class Own(JsonRows):
@@ -77,47 +70,6 @@ class Own(JsonRows):
             think_ns=_duration(row.get("think_ms"), "think_ms"),
             took_ns=_duration(row.get("took_ms"), "took_ms"),
         )
-
-
-def line_of(request: Request, at_ns: int) -> bytes:
-    """The request as a line that `Own` reads as the same one, at another time; `notes` are not kept."""
-    row: dict[str, Any] = {"at_ms": _ms(at_ns)}
-    for key in ("id", "session", "parent"):
-        if value := getattr(request, key):
-            row[key] = value
-    for key in ("text", "text_tokens", "context_tokens"):
-        if (value := getattr(request, key)) is not None:
-            row[key] = value
-    images = [_image_row(image) for image in request.images]
-    if request.layout:
-        row["parts"] = [part if isinstance(part, str) else images[part] for part in request.layout]
-    elif images:
-        row["images"] = images if any(images) else len(images)
-    row["output_tokens"] = request.output_tokens
-    if request.blocks:
-        row["blocks"], row["block_tokens"] = request.blocks, request.block_tokens
-    if request.continues:
-        row["continues"] = True
-    for key, duration_ns in (("think_ms", request.think_ns), ("took_ms", request.took_ns)):
-        if duration_ns is not None:
-            row[key] = _ms(duration_ns)
-    return _encode(row) + b"\n"
-
-
-def _ms(ns: int) -> int | Decimal:
-    """Exactly: a float of an epoch time in milliseconds has steps of 244 nanoseconds."""
-    whole_ms, rest = divmod(ns, _MS_NS)
-    return Decimal(f"{whole_ms}.{rest:06}".rstrip("0")) if rest else whole_ms
-
-
-def _image_row(image: Image) -> dict[str, Any]:
-    if image.data:
-        return {"data": base64.b64encode(image.data).decode()}
-    if image.path:
-        return {"path": image.path}
-    if image.tokens:
-        return {"tokens": image.tokens}
-    return {"width": image.width, "height": image.height} if image.width else {}
 
 
 def _images(value: object) -> tuple[Image, ...]:

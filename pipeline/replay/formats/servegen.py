@@ -20,10 +20,7 @@ import msgspec
 import numpy as np
 
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.formats.columns import split
-from tensorferry.pipeline.replay.formats.objects import json_object, object_at
-from tensorferry.pipeline.replay.formats.times import JsonRows
-from tensorferry.pipeline.replay.request import (
+from tensorferry.pipeline.recording.request import (
     MAX_ID_CHARACTERS,
     MAX_IMAGES,
     MAX_OUTPUT_TOKENS,
@@ -33,6 +30,9 @@ from tensorferry.pipeline.replay.request import (
     Image,
     Request,
 )
+from tensorferry.pipeline.replay.formats.columns import split
+from tensorferry.pipeline.replay.formats.objects import json_object, object_at
+from tensorferry.pipeline.replay.formats.times import JsonRows
 from tensorferry.pipeline.replay.seeds import choose
 from tensorferry.pipeline.replay.values import NS, whole
 

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from tensorferry.codecs.errors import TraceError
+from tensorferry.pipeline.recording.request import BrokenRow
 from tensorferry.pipeline.replay.formats.base import Format
 from tensorferry.pipeline.replay.formats.columns import DELIMITERS, read_header, split
 from tensorferry.pipeline.replay.formats.lengths import Keys
 from tensorferry.pipeline.replay.formats.objects import json_object
 from tensorferry.pipeline.replay.formats.table import AZURE_LLM, AZURE_LMM, CSV, FOREIGN, JSON, READABLE, Lines
 from tensorferry.pipeline.replay.formats.times import CREATED, Times, decided, value_at
-from tensorferry.pipeline.replay.request import BrokenRow
 from tensorferry.pipeline.replay.values import NS, number, wall_clock
 
 #: Enough lines to see past a few broken ones at the start of a file.

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tensorferry.pipeline.replay.request import BrokenRow
+from tensorferry.pipeline.recording.request import BrokenRow
 from tensorferry.pipeline.replay.values import NS, Number, nanoseconds, number, wall_clock
 
 #: Of OpenAI's objects: seconds since 1970.

@@ -1,0 +1,1 @@
+"""A request as traces have it, and live traffic as a trace."""
