@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.cpu import START_S, running
 from benchmarks.results import Outcome, Scale, measurement
 from tensorferry.codecs.messages import Result
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 
 _REQUESTS = 256  #: a turn
 _IN_FLIGHT = 32

@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.results import Outcome, Scale, Verdict, measurement
 from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.process.runtime_dir import Owner, Runtime
 

@@ -38,7 +38,7 @@ from benchmarks.workload import Tally, Workload
 from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset, ranks_of
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.cpu import running
 from tensorferry.codecs.memory.cuda_driver import Driver
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment
 
 MIB = 1 << 20

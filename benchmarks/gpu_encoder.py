@@ -38,7 +38,7 @@ from benchmarks.results import Outcome, Verdict, measurement, speedup
 from benchmarks.tables import table
 from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import ModelSpec, load
 from tensorferry.stages.adapters.qwen3_vl import FAMILY
 from tensorferry.stages.adapters.tables import Grid

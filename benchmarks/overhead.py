@@ -25,7 +25,7 @@ from typing import NamedTuple
 from benchmarks.cpu import STAGES, START_S, pid_of, running
 from benchmarks.results import Outcome, Scale, Verdict, measurement, quantile
 from tensorferry.codecs.messages import Result
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.replay import bootstrap
 

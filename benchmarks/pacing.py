@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.results import Outcome, Scale, Verdict, measurement
 from benchmarks.service import serving
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.recording.request import Request
 from tensorferry.pipeline.replay.prepare import Prepared

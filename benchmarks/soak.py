@@ -33,7 +33,7 @@ from benchmarks.chaos import photo
 from benchmarks.trend import Trend, trend
 from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.supervisor import Supervisor, start_command
 

@@ -23,7 +23,7 @@ from tensorferry.cli.running import as_running
 from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, require_available
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.replay.formats.lengths import Keys

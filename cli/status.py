@@ -16,7 +16,7 @@ from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, ranks_of
 from tensorferry.pipeline.process.run_process import is_stopped
 from tensorferry.pipeline.process.runtime_dir import Owner, Runtime

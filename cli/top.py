@@ -18,7 +18,7 @@ from rich.text import Text
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.replay.report import size_text
 

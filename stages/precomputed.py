@@ -12,7 +12,7 @@ from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.pool.publisher import Layout
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.parts import MODALITIES
+from tensorferry.pipeline.client.prompt_parts import MODALITIES
 from tensorferry.stages.adapters.forms import Form
 from tensorferry.stages.processors.base import BadMedia, Plan
 

@@ -18,7 +18,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline import parts
+from tensorferry.pipeline.client import prompt_parts
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors import image as images
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Plan, plan, write
@@ -296,21 +296,21 @@ def test_bytes_path_and_data_url_are_the_same(tmp_path: Path) -> None:
     percent = "data:image/gif," + "".join(f"%{byte:02x}" for byte in data)
     for source in (data, memoryview(data), path, str(path), url, percent):
         frames: list[Buffer] = [b"before"]
-        assert parts.on_wire(parts.Video(source), frames) == wire.AnimationPart(1)
-        assert parts.on_wire(parts.Image(source), frames) == wire.ImagePart(2)
+        assert prompt_parts.on_wire(prompt_parts.Video(source), frames) == wire.AnimationPart(1)
+        assert prompt_parts.on_wire(prompt_parts.Image(source), frames) == wire.ImagePart(2)
         assert [bytes(frame) for frame in frames[1:]] == [data, data]
 
 
 @pytest.mark.parametrize(
     ("part", "problem"),
     [
-        (parts.Video("data:image/gif;base64,====!"), "not base64"),
-        (parts.Video("data:image/gif"), "without a comma"),
-        (parts.Video("/nonexistent/clip.gif"), "cannot read '/nonexistent/clip.gif'"),
-        (parts.Image(Path("/")), "cannot read '/'"),
-        (parts.Video(b"GIF89a", fps=2.0), "has its own timing, so leave fps away"),
+        (prompt_parts.Video("data:image/gif;base64,====!"), "not base64"),
+        (prompt_parts.Video("data:image/gif"), "without a comma"),
+        (prompt_parts.Video("/nonexistent/clip.gif"), "cannot read '/nonexistent/clip.gif'"),
+        (prompt_parts.Image(Path("/")), "cannot read '/'"),
+        (prompt_parts.Video(b"GIF89a", fps=2.0), "has its own timing, so leave fps away"),
     ],
 )
-def test_a_source_that_cannot_be_read_says_why(part: parts.Part, problem: str) -> None:
+def test_a_source_that_cannot_be_read_says_why(part: prompt_parts.Part, problem: str) -> None:
     with pytest.raises(BadRequest, match=problem):
-        parts.on_wire(part, [])
+        prompt_parts.on_wire(part, [])

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from tensorferry.cli import replay, submit
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline import parts as pieces
+from tensorferry.pipeline.client import prompt_parts as pieces
 from tensorferry.pipeline.deployment.load import Deployment
 
 DATA = Path(__file__).parent / "data" / "traces"

@@ -17,9 +17,9 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import FrontDoor, open_context
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
+from tensorferry.pipeline.client.prompt_parts import Video
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
-from tensorferry.pipeline.parts import Video
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 20.0

@@ -44,7 +44,7 @@ from tensorferry.pipeline.channels.curve_keys import (
 )
 from tensorferry.pipeline.channels.zap_gate import Gate
 from tensorferry.pipeline.channels.zmq_link import Denial
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import (
     Deployment,
     NetworkSpec,

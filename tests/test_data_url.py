@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import BadRequest
-from tensorferry.pipeline import parts
-from tensorferry.pipeline.data_url import read_data_url
+from tensorferry.pipeline.client import prompt_parts
+from tensorferry.pipeline.client.data_url import read_data_url
 from tensorferry.pipeline.recording.request import BrokenRow
 from tensorferry.pipeline.replay.formats.media import image_at
 
@@ -42,7 +42,7 @@ REFUSED = {
 
 def of_a_prompt(url: str) -> bytes:
     frames: list[bytes | memoryview] = []
-    parts.on_wire(parts.Image(url), frames)
+    prompt_parts.on_wire(prompt_parts.Image(url), frames)
     return bytes(frames[0])
 
 
@@ -78,4 +78,4 @@ def test_no_other_module_reads_them() -> None:
         if "unquote_to_bytes" in path.read_text(encoding="utf-8")
         or json.dumps("base64,") in path.read_text(encoding="utf-8")
     ]
-    assert readers == ["pipeline/data_url.py"]
+    assert readers == ["pipeline/client/data_url.py"]

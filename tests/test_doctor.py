@@ -27,7 +27,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.machine.advice import Check, checkup
 from tensorferry.codecs.machine.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
 from tensorferry.codecs.machine.transport import AVAILABLE, TRANSPORTS
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, load
 
 DEADLINE_S = 60.0

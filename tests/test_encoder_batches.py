@@ -16,7 +16,7 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.client import Client, Outcome
+from tensorferry.pipeline.client.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

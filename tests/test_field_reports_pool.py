@@ -53,7 +53,7 @@ from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
-from tensorferry.pipeline.client import Client, Outcome
+from tensorferry.pipeline.client.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
 from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.own_pool import FallbackWarning

@@ -26,7 +26,7 @@ from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits, decode
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.channels import zmq_link
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import STAGES, Deployment, load
 from tensorferry.pipeline.peers.handshake import Peers
 from tensorferry.pipeline.process.run_process import Stop

@@ -23,9 +23,9 @@ from PIL import Image
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import Dealer, open_context
-from tensorferry.pipeline.client import Client, Outcome
+from tensorferry.pipeline.client.client import Client, Outcome
+from tensorferry.pipeline.client.prompt_parts import Embeddings
 from tensorferry.pipeline.deployment.load import Deployment, load
-from tensorferry.pipeline.parts import Embeddings
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.assignment import assign
@@ -383,7 +383,7 @@ async def test_while_all_are_dead_nothing_is_lost(run: Callable[..., Any]) -> No
 CLIENT = """
 import asyncio, sys
 from pathlib import Path
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 async def main():
     async with Client.connect(load(Path(sys.argv[1]))) as client:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, ConfigError
 from tensorferry.codecs.tensors import View, view_of
-from tensorferry.pipeline.client import Client, Part
+from tensorferry.pipeline.client.client import Client, Part
 from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages import plugin

@@ -17,7 +17,7 @@ import zmq
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.channels.channels import Outbox, open_context
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.stage import inboxes

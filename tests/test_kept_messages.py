@@ -16,7 +16,7 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels.channels import Received
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.features import Features
 from tensorferry.stages.jobs import Job, Jobs

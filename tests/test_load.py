@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import MIB, LimitsSpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry.timeline import reached

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.messages import Member
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.supervisor import Supervisor
 

@@ -15,7 +15,7 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest
 from tensorferry.codecs.frames import Limits, decode, encode
-from tensorferry.pipeline.parts import Embeddings, Image, Video, on_wire, prompt_on_wire
+from tensorferry.pipeline.client.prompt_parts import Embeddings, Image, Video, on_wire, prompt_on_wire
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadRequest, ConfigError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES, View, view_of
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
+from tensorferry.pipeline.client.prompt_parts import Embeddings, Part, on_wire
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, ModelSpec, load
-from tensorferry.pipeline.parts import Embeddings, Part, on_wire
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.forms import Form

@@ -19,7 +19,7 @@ from benchmarks.service import serving
 
 from tensorferry.codecs.errors import TraceError
 from tensorferry.codecs.messages import Result
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.recording.request import Image, Request
 from tensorferry.pipeline.replay.photos import load_photos
 from tensorferry.pipeline.replay.prepare import Part, Preparation, Prepared, prepare

@@ -18,7 +18,7 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, item_of, text_of
-from tensorferry.pipeline.client import Client, Outcome
+from tensorferry.pipeline.client.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.engines.base import EngineResult

@@ -25,7 +25,7 @@ from PIL import Image
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, TelemetrySpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import span_exporter as spans

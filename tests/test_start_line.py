@@ -19,7 +19,7 @@ import structlog
 from tensorferry.cli import transport as cli_transport
 from tensorferry.cli.config import load_deployment
 from tensorferry.codecs.machine.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import (
     Deployment,
     EmbeddingsPoolSpec,

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from tensorferry.cli.top import Look, view
 from tensorferry.codecs.messages import Gauge, Member, Result
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.stages.latencies import Latencies
 

@@ -10,7 +10,7 @@ import pytest
 
 from tensorferry.codecs.errors import TraceError
 from tensorferry.codecs.messages import VideoPart
-from tensorferry.pipeline.parts import Video, prompt_on_wire
+from tensorferry.pipeline.client.prompt_parts import Video, prompt_on_wire
 from tensorferry.pipeline.replay.trace import read_trace
 
 MIB = 1 << 20

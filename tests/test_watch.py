@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.messages import Result
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.watch import BLOCKED_S, Watch

@@ -15,7 +15,7 @@ import click
 import psutil
 
 from benchmarks.soak import DEPLOYMENT, Soak
-from tensorferry.pipeline.client import Client
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.supervisor import Supervisor, start_command
 

@@ -45,18 +45,18 @@ if TYPE_CHECKING:
     from tensorferry.codecs.pool.reader import Reader as Reader
     from tensorferry.codecs.tensors import DTYPES as DTYPES
     from tensorferry.codecs.tensors import View as View
-    from tensorferry.pipeline.client import Client as Client
-    from tensorferry.pipeline.client import Outcome as Outcome
+    from tensorferry.pipeline.client.client import Client as Client
+    from tensorferry.pipeline.client.client import Outcome as Outcome
+    from tensorferry.pipeline.client.patience import submit_patiently as submit_patiently
+    from tensorferry.pipeline.client.prompt_parts import Embeddings as Embeddings
+    from tensorferry.pipeline.client.prompt_parts import Image as Image
+    from tensorferry.pipeline.client.prompt_parts import Part as Part
+    from tensorferry.pipeline.client.prompt_parts import Video as Video
     from tensorferry.pipeline.deployment.load import Deployment as Deployment
     from tensorferry.pipeline.deployment.load import LimitsSpec as LimitsSpec
     from tensorferry.pipeline.deployment.load import ModelSpec as ModelSpec
     from tensorferry.pipeline.deployment.load import SchedulerSpec as SchedulerSpec
     from tensorferry.pipeline.deployment.load import load as load
-    from tensorferry.pipeline.parts import Embeddings as Embeddings
-    from tensorferry.pipeline.parts import Image as Image
-    from tensorferry.pipeline.parts import Part as Part
-    from tensorferry.pipeline.parts import Video as Video
-    from tensorferry.pipeline.patience import submit_patiently as submit_patiently
     from tensorferry.stages.adapters.base import Finish as Finish
     from tensorferry.stages.adapters.base import ItemInfo as ItemInfo
     from tensorferry.stages.adapters.base import Load as Load
@@ -92,10 +92,10 @@ _NAMES = {
     "tensorferry.codecs.pool.publisher": "Publisher",
     "tensorferry.codecs.pool.reader": "Reader",
     "tensorferry.codecs.tensors": "DTYPES View",
-    "tensorferry.pipeline.client": "Client Outcome",
+    "tensorferry.pipeline.client.client": "Client Outcome",
     "tensorferry.pipeline.deployment.load": "Deployment LimitsSpec ModelSpec SchedulerSpec load",
-    "tensorferry.pipeline.parts": "Embeddings Image Part Video",
-    "tensorferry.pipeline.patience": "submit_patiently",
+    "tensorferry.pipeline.client.prompt_parts": "Embeddings Image Part Video",
+    "tensorferry.pipeline.client.patience": "submit_patiently",
     "tensorferry.stages.adapters.base": "Finish ItemInfo Load ModelAdapter Out split",
     "tensorferry.stages.adapters.fingerprint": "fingerprint_of",
     "tensorferry.stages.engines.base": "Engine EngineRequest EngineResult",

@@ -7,7 +7,7 @@ import base64
 import binascii
 from urllib.parse import unquote, urlsplit
 
-from tensorferry.pipeline.data_url import is_data_url, read_data_url
+from tensorferry.pipeline.client.data_url import is_data_url, read_data_url
 from tensorferry.pipeline.recording.request import BrokenRow, Image
 
 _MAX_PATH_CHARACTERS = 4096

@@ -18,7 +18,7 @@ from tensorferry.codecs.errors import BadRequest, BadTensor, UnsupportedDtype
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.system.files import read_regular
 from tensorferry.codecs.tensors import CODES, view_of
-from tensorferry.pipeline.data_url import is_data_url, read_data_url
+from tensorferry.pipeline.client.data_url import is_data_url, read_data_url
 
 Source = bytes | memoryview | str | Path  #: of one file: its bytes, a path, or a `data:` URL
 _ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")  # a URL; a path may have the characters, and then is a Path

@@ -24,10 +24,10 @@ from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.channels.curve_keys import client_keys
 from tensorferry.pipeline.channels.zmq_link import Denial
+from tensorferry.pipeline.client.argument_checks import REQUEST_NBYTES, check_arguments, check_list, check_sizes
+from tensorferry.pipeline.client.prompt_parts import Part, prompt_on_wire
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.parts import Part, prompt_on_wire
 from tensorferry.pipeline.process.runtime_dir import Runtime
-from tensorferry.pipeline.submission import REQUEST_NBYTES, check_arguments, check_list, check_sizes
 from tensorferry.pipeline.telemetry.traceparent import parse
 
 log = structlog.get_logger()

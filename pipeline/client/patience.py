@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 
 from tensorferry.codecs.messages import Busy
-from tensorferry.pipeline.client import Client, Outcome
-from tensorferry.pipeline.parts import Part
-from tensorferry.pipeline.submission import check_arguments
+from tensorferry.pipeline.client.argument_checks import check_arguments
+from tensorferry.pipeline.client.client import Client, Outcome
+from tensorferry.pipeline.client.prompt_parts import Part
 
 LONGEST_S = 5.0  #: of a pause, whatever the tokenizer says
 GROWTH = 1.5

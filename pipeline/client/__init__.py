@@ -1,0 +1,1 @@
+"""A client of a deployment, and what it may be given."""
