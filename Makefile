@@ -28,7 +28,7 @@ check: $(STAMP)  ## ruff, format, mypy, import-linter, secrets, consistent depen
 	$(BIN)/mypy benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/python -m pip check
-	find .ci *.* Makefile benchmarks cli codecs configs docs examples pipeline stages tests -type f \
+	find .ci *.* Makefile benchmarks cli codecs configs docs examples pipeline replay stages tests -type f \
 		-not -path '*/__pycache__/*' -not -path 'tests/corpus/*' -print0 | xargs -0 $(SECRETS)
 
 audit: $(STAMP)  ## known vulnerabilities of what is installed, asked of PyPI

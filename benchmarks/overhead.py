@@ -27,7 +27,7 @@ from benchmarks.results import Outcome, Scale, Verdict, measurement, quantile
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.process.runtime_dir import Runtime
-from tensorferry.pipeline.replay import bootstrap
+from tensorferry.replay.results import confidence
 
 _IN_FLIGHT = 8
 _SLICES = 4  #: of a turn, in which the arms alternate: others' work beside it comes and goes within a turn
@@ -91,8 +91,8 @@ def overhead(scale: Scale) -> Outcome:
     found, verdicts = [measurement("no-op adapters: off", "ms", spent["off"])], []
     for name in list(ARMS)[1:]:
         pairs = list(zip(spent[name], spent["off"], strict=True))
-        times = bootstrap.mean([on / off for on, off in pairs]).estimate
-        more_ms = bootstrap.mean([max(0.0, on - off) for on, off in pairs]).estimate
+        times = confidence.mean([on / off for on, off in pairs]).estimate
+        more_ms = confidence.mean([max(0.0, on - off) for on, off in pairs]).estimate
         details = {"times": times.value, "times_low": times.low or 0.0, "times_high": times.high or 0.0}
         details |= {"more_ms": more_ms.value, "more_high_ms": more_ms.high or 0.0}
         found.append(measurement(f"no-op adapters: {name}", "ms", spent[name], details=details))

@@ -16,11 +16,11 @@ from benchmarks.service import serving
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment
 from tensorferry.pipeline.recording.request import Request
-from tensorferry.pipeline.replay.prepare import Prepared
-from tensorferry.pipeline.replay.run import Outcome as Sent
-from tensorferry.pipeline.replay.run import Replay
-from tensorferry.pipeline.replay.schedule import Speed
-from tensorferry.pipeline.replay.text import TokenSource
+from tensorferry.replay.run.schedule import Speed
+from tensorferry.replay.run.sender import Outcome as Sent
+from tensorferry.replay.run.sender import Replay
+from tensorferry.replay.workload.prepare import Prepared
+from tensorferry.replay.workload.token_ids import TokenSource
 
 _REQUESTS = 5000
 _PER_S = 200

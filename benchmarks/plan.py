@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.results import Outcome, Scale, Verdict, measurement
-from tensorferry.pipeline.replay.folder import Run, read_run
-from tensorferry.pipeline.replay.forecast import MIB, Rules, forecast
-from tensorferry.pipeline.replay.forecast import plan as plan_of
-from tensorferry.pipeline.replay.visits import measured
+from tensorferry.replay.plan.forecast import MIB, Rules, forecast
+from tensorferry.replay.plan.forecast import plan as plan_of
+from tensorferry.replay.plan.pool_stays import measured
+from tensorferry.replay.results.result_folder import Run, read_run
 
 _ROOT = Path(__file__).parents[1]
 _TRACE = _ROOT / "examples" / "traces" / "servegen.jsonl"

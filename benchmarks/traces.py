@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.results import Outcome, Scale, Verdict, measurement
-from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.replay.trace.loaded_trace import read_trace
+from tensorferry.replay.trace.trace_file import Recording, Tally
 
 _READ_ROWS = 200_000
 _LONG_ROWS = 10_000_000

@@ -15,9 +15,9 @@ from rich.text import Text
 from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.replay.comparison import METRICS, Comparison, Group, compare, find_runs, grouped
-from tensorferry.pipeline.replay.html import charts
-from tensorferry.pipeline.replay.html.comparison import change_text, report, value_text
+from tensorferry.replay.results.comparison import METRICS, Comparison, Group, compare, find_runs, grouped
+from tensorferry.replay.results.html import charts
+from tensorferry.replay.results.html.comparison import change_text, report, value_text
 
 STYLES = {"better": "green", "worse": "red", "": ""}
 

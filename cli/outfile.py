@@ -11,7 +11,7 @@ import click
 
 from tensorferry.codecs.errors import OutputError
 from tensorferry.codecs.system.atomic_file import destination
-from tensorferry.pipeline.replay.outfolder import RUN_FILES, Proof, new_folder_beside, require_free
+from tensorferry.replay.results.out_folder import RUN_FILES, Proof, new_folder_beside, require_free
 
 
 class OutFile(click.Path):

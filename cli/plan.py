@@ -22,22 +22,22 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.replay.folder import Run, read_run
-from tensorferry.pipeline.replay.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
-from tensorferry.pipeline.replay.formats.lengths import Keys
-from tensorferry.pipeline.replay.html import charts
-from tensorferry.pipeline.replay.html.plan import report
-from tensorferry.pipeline.replay.image_models import image_model
-from tensorferry.pipeline.replay.photos import load_photos
-from tensorferry.pipeline.replay.prepare import prepare
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.report import size_text
-from tensorferry.pipeline.replay.schedule import Speed
-from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import load
-from tensorferry.pipeline.replay.visits import Arrival, Measured, Stations, given
-from tensorferry.pipeline.replay.visits import measured as visits_of_run
-from tensorferry.pipeline.replay.window import Moment, Window
+from tensorferry.replay.plan.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
+from tensorferry.replay.plan.page import report
+from tensorferry.replay.plan.pool_stays import Arrival, Measured, Stations, given
+from tensorferry.replay.plan.pool_stays import measured as visits_of_run
+from tensorferry.replay.results.html import charts
+from tensorferry.replay.results.report import size_text
+from tensorferry.replay.results.result_folder import Run, read_run
+from tensorferry.replay.run.schedule import Speed
+from tensorferry.replay.trace.formats.token_counts import Keys
+from tensorferry.replay.trace.loaded_trace import load
+from tensorferry.replay.trace.trace_file import Recording
+from tensorferry.replay.trace.window import Moment, Window
+from tensorferry.replay.workload.image_models import image_model
+from tensorferry.replay.workload.photos import load_photos
+from tensorferry.replay.workload.prepare import prepare
+from tensorferry.replay.workload.token_ids import TokenSource
 from tensorferry.stages.assignment import owners
 from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor

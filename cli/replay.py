@@ -26,24 +26,24 @@ from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment, require_available
 from tensorferry.pipeline.process.supervisor import Supervisor
-from tensorferry.pipeline.replay.formats.lengths import Keys
-from tensorferry.pipeline.replay.image_models import image_model
-from tensorferry.pipeline.replay.machine import this_machine
-from tensorferry.pipeline.replay.outfolder import filled
-from tensorferry.pipeline.replay.photos import load_photos
-from tensorferry.pipeline.replay.prepare import UnusableSize, prepare
-from tensorferry.pipeline.replay.progress import preparing, replaying
-from tensorferry.pipeline.replay.recording import nothing_usable
-from tensorferry.pipeline.replay.report import print_plan, print_report, write_report
-from tensorferry.pipeline.replay.run import Replay
-from tensorferry.pipeline.replay.schedule import Speed
-from tensorferry.pipeline.replay.session import Session
-from tensorferry.pipeline.replay.summary import Setup, drops_of, summarise
-from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import load
-from tensorferry.pipeline.replay.turns import MODES, Mode, natural_mode
-from tensorferry.pipeline.replay.window import Moment
 from tensorferry.pipeline.telemetry.counters import configure
+from tensorferry.replay.results.machine import this_machine
+from tensorferry.replay.results.out_folder import filled
+from tensorferry.replay.results.report import print_plan, print_report, write_report
+from tensorferry.replay.results.summary import Setup, drops_of, summarise
+from tensorferry.replay.run.conversations import MODES, Mode, natural_mode
+from tensorferry.replay.run.progress import preparing, replaying
+from tensorferry.replay.run.schedule import Speed
+from tensorferry.replay.run.sender import Replay
+from tensorferry.replay.run.session import Session
+from tensorferry.replay.trace.formats.token_counts import Keys
+from tensorferry.replay.trace.loaded_trace import load
+from tensorferry.replay.trace.trace_file import nothing_usable
+from tensorferry.replay.trace.window import Moment
+from tensorferry.replay.workload.image_models import image_model
+from tensorferry.replay.workload.photos import load_photos
+from tensorferry.replay.workload.prepare import UnusableSize, prepare
+from tensorferry.replay.workload.token_ids import TokenSource
 from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder

@@ -9,10 +9,10 @@ import click
 
 from tensorferry.codecs.errors import ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.replay.folder import read_run
-from tensorferry.pipeline.replay.html import charts
-from tensorferry.pipeline.replay.html.run import report
-from tensorferry.pipeline.replay.perfetto import perfetto
+from tensorferry.replay.results.html import charts
+from tensorferry.replay.results.html.run import report
+from tensorferry.replay.results.perfetto import perfetto
+from tensorferry.replay.results.result_folder import read_run
 
 
 @click.command()

@@ -21,9 +21,9 @@ from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, req
 from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
-from tensorferry.pipeline.replay.folder import read_run
-from tensorferry.pipeline.replay.outfolder import filled, in_use
+from tensorferry.replay.results.comparison import compare, find_runs, grouped
+from tensorferry.replay.results.out_folder import filled, in_use
+from tensorferry.replay.results.result_folder import read_run
 
 #: From the best to the worst of a replay's exit statuses: could not be run, none ok, some failed, DEGRADED.
 _BY_HARM = (0, 5, 3, 4, 2, 1)

@@ -20,7 +20,7 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import Deployment
-from tensorferry.pipeline.replay.report import size_text
+from tensorferry.replay.results.report import size_text
 
 _BAR = 12
 _PLAIN_WIDTH = 130  #: of a table that goes to a file or a pipe

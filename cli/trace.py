@@ -17,12 +17,12 @@ from rich.text import Text
 from tensorferry.cli.outfile import OutFile
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.values import Real
-from tensorferry.pipeline.replay.copies import convert, cut
-from tensorferry.pipeline.replay.description import Arrivals, Description, Spread, describe
-from tensorferry.pipeline.replay.formats.lengths import Keys
-from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.selection import Selection
-from tensorferry.pipeline.replay.window import Moment, Window
+from tensorferry.replay.trace.convert import convert, cut
+from tensorferry.replay.trace.describe import Arrivals, Description, Spread, describe
+from tensorferry.replay.trace.formats.token_counts import Keys
+from tensorferry.replay.trace.selection import Selection
+from tensorferry.replay.trace.trace_file import Recording, Tally
+from tensorferry.replay.trace.window import Moment, Window
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

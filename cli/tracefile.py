@@ -10,9 +10,9 @@ import click
 
 from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.formats.lengths import Keys, keys_of
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.window import Moment, Window
+from tensorferry.replay.trace.formats.token_counts import Keys, keys_of
+from tensorferry.replay.trace.trace_file import Recording
+from tensorferry.replay.trace.window import Moment, Window
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

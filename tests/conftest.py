@@ -35,14 +35,14 @@ from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.recording.request import Request
-from tensorferry.pipeline.replay.gauges import Sample
-from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
-from tensorferry.pipeline.replay.report import write_report
-from tensorferry.pipeline.replay.run import Outcome, Replay
-from tensorferry.pipeline.replay.schedule import Speed
-from tensorferry.pipeline.replay.summary import PoolUse, Setup, summarise
-from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import Trace
+from tensorferry.replay.results.report import write_report
+from tensorferry.replay.results.summary import PoolUse, Setup, summarise
+from tensorferry.replay.run.gauge_samples import Sample
+from tensorferry.replay.run.schedule import Speed
+from tensorferry.replay.run.sender import Outcome, Replay
+from tensorferry.replay.trace.loaded_trace import Trace
+from tensorferry.replay.workload.prepare import Invented, Preparation, Prepared
+from tensorferry.replay.workload.token_ids import TokenSource
 
 TESTS = Path(__file__).parent
 MS = 1_000_000

@@ -18,11 +18,11 @@ from click.testing import CliRunner, Result
 
 from tensorferry.cli.main import main
 from tensorferry.pipeline.recording.request import Request
-from tensorferry.pipeline.replay.copies import convert
-from tensorferry.pipeline.replay.description import Spread, describe
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.selection import Selection
-from tensorferry.pipeline.replay.trace import Trace, read_trace
+from tensorferry.replay.trace.convert import convert
+from tensorferry.replay.trace.describe import Spread, describe
+from tensorferry.replay.trace.loaded_trace import Trace, read_trace
+from tensorferry.replay.trace.selection import Selection
+from tensorferry.replay.trace.trace_file import Recording
 
 DATA = Path(__file__).parent / "data" / "traces"
 MS = 1_000_000

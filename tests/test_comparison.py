@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 
 from tensorferry.cli import sweep
 from tensorferry.cli.main import main
-from tensorferry.pipeline.replay import bootstrap
-from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
+from tensorferry.replay.results import confidence
+from tensorferry.replay.results.comparison import compare, find_runs, grouped
 
 MakeRun = Callable[..., Path]
 LOCAL = Path(__file__).parent.parent / "configs" / "local-fingerprint.yaml"
@@ -40,14 +40,14 @@ def cli(*arguments: str | Path) -> Result:
 
 def test_a_quantile_is_the_pooled_one() -> None:
     runs = [np.array([3.0, 1.0]), np.array([2.0, 4.0, 5.0])]
-    assert [bootstrap.quantile(runs, part).value for part in (0.2, 0.5, 0.99)] == [1, 3, 5]
+    assert [confidence.quantile(runs, part).value for part in (0.2, 0.5, 0.99)] == [1, 3, 5]
 
 
 def test_the_draws_of_a_quantile_are_those_of_drawing_every_request() -> None:
     """One random number for a draw, by its law, beside drawing n requests and sorting them."""
     random = np.random.default_rng(3)
     values = random.exponential(1.0, 300)
-    short = bootstrap.quantile([values], 0.9, seed=1, count=4000).draws
+    short = confidence.quantile([values], 0.9, seed=1, count=4000).draws
     long = np.sort(random.choice(values, (4000, 300)), axis=1)[:, 269]
     assert short.mean() == pytest.approx(long.mean(), rel=0.01)
     assert short.std() == pytest.approx(long.std(), rel=0.05)
@@ -61,7 +61,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(runs: int) -> None:
     for experiment in range(200):
         pace = np.exp(random.normal(0, 0.1 if runs > 1 else 0, runs))
         data = [random.exponential(1.0, 150) * one for one in pace]
-        estimate = bootstrap.quantile(data, 0.5, seed=experiment, count=300).estimate
+        estimate = confidence.quantile(data, 0.5, seed=experiment, count=300).estimate
         assert estimate.low is not None
         assert estimate.high is not None
         held += estimate.low <= np.log(2) <= estimate.high
@@ -69,15 +69,15 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(runs: int) -> None:
 
 
 def test_one_run_says_nothing_of_other_runs() -> None:
-    assert bootstrap.mean([3.0]).estimate == bootstrap.Estimate(3.0)
-    assert bootstrap.share([1], [4]).estimate == bootstrap.Estimate(0.25)
-    assert bootstrap.mean([3.0]).relative_to(bootstrap.mean([2.0])) == bootstrap.Estimate(0.5)
-    assert bootstrap.mean([3.0]).relative_to(bootstrap.mean([0.0])) is None
+    assert confidence.mean([3.0]).estimate == confidence.Estimate(3.0)
+    assert confidence.share([1], [4]).estimate == confidence.Estimate(0.25)
+    assert confidence.mean([3.0]).relative_to(confidence.mean([2.0])) == confidence.Estimate(0.5)
+    assert confidence.mean([3.0]).relative_to(confidence.mean([0.0])) is None
 
 
 def test_equal_seeds_give_equal_intervals() -> None:
     runs = [np.arange(50.0), np.arange(60.0)]
-    assert bootstrap.quantile(runs, 0.9, 4).estimate == bootstrap.quantile(runs, 0.9, 4).estimate
+    assert confidence.quantile(runs, 0.9, 4).estimate == confidence.quantile(runs, 0.9, 4).estimate
 
 
 # --- runs -------------------------------------------------------------------------------------------------------

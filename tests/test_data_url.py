@@ -12,7 +12,7 @@ from tensorferry.codecs.errors import BadRequest
 from tensorferry.pipeline.client import prompt_parts
 from tensorferry.pipeline.client.data_url import read_data_url
 from tensorferry.pipeline.recording.request import BrokenRow
-from tensorferry.pipeline.replay.formats.media import image_at
+from tensorferry.replay.trace.formats.media import image_at
 
 GIVEN = {
     "data:image/png;base64,AAEC": b"\0\1\2",

@@ -13,12 +13,12 @@ from PIL import Image as Pillow
 
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.recording.request import Image
-from tensorferry.pipeline.replay.image_models import Measured, image_model
-from tensorferry.pipeline.replay.photos import load_photos
-from tensorferry.pipeline.replay.prepare import Preparation, prepare
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import load
+from tensorferry.replay.trace.loaded_trace import load
+from tensorferry.replay.trace.trace_file import Recording
+from tensorferry.replay.workload.image_models import Measured, image_model
+from tensorferry.replay.workload.photos import load_photos
+from tensorferry.replay.workload.prepare import Preparation, prepare
+from tensorferry.replay.workload.token_ids import TokenSource
 
 DATA = Path(__file__).parent / "data" / "traces"
 PX = 28

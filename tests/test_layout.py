@@ -17,7 +17,7 @@ import tensorferry
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "tensorferry"
-FOLDERS = ("cli", "codecs", "configs", "pipeline", "stages")
+FOLDERS = ("cli", "codecs", "configs", "pipeline", "replay", "stages")
 
 
 def setuptools() -> dict[str, Any]:

@@ -21,11 +21,11 @@ from click.testing import CliRunner, Result
 
 from tensorferry import __version__
 from tensorferry.cli.main import main
-from tensorferry.pipeline.replay.comparison import compare, find_runs, grouped
-from tensorferry.pipeline.replay.folder import read_run
-from tensorferry.pipeline.replay.html.comparison import report as compared
-from tensorferry.pipeline.replay.html.run import report
-from tensorferry.pipeline.replay.machine import Machine, this_machine
+from tensorferry.replay.results.comparison import compare, find_runs, grouped
+from tensorferry.replay.results.html.comparison import report as compared
+from tensorferry.replay.results.html.run import report
+from tensorferry.replay.results.machine import Machine, this_machine
+from tensorferry.replay.results.result_folder import read_run
 
 MakeRun = Callable[..., Path]
 LOCAL = Path(__file__).parent.parent / "configs" / "local-fingerprint.yaml"
@@ -106,7 +106,7 @@ import socket, sys
 def refuse(*arguments):
     raise AssertionError("a name server was asked")
 socket.getaddrinfo = socket.gethostbyname = socket.gethostbyaddr = socket.getfqdn = refuse
-from tensorferry.pipeline.replay.machine import this_machine
+from tensorferry.replay.results.machine import this_machine
 this_machine()
 sys.exit("torch" in sys.modules)
 """

@@ -16,11 +16,11 @@ from click.testing import CliRunner, Result
 from tensorferry.cli.main import main
 from tensorferry.cli.report import write_pages
 from tensorferry.codecs.errors import OutputError, ReportError
-from tensorferry.pipeline.replay import folder as reading
-from tensorferry.pipeline.replay import outfolder
-from tensorferry.pipeline.replay.comparison import find_runs
-from tensorferry.pipeline.replay.folder import read_run
-from tensorferry.pipeline.replay.outfolder import Proof, filled, require_free
+from tensorferry.replay.results import out_folder
+from tensorferry.replay.results import result_folder as reading
+from tensorferry.replay.results.comparison import find_runs
+from tensorferry.replay.results.out_folder import Proof, filled, require_free
+from tensorferry.replay.results.result_folder import read_run
 
 MakeRun = Callable[..., Path]
 DATA = Path(__file__).parent / "data" / "traces"
@@ -117,7 +117,7 @@ def test_a_folder_of_runs_is_no_run(make_run: MakeRun, tmp_path: Path) -> None:
 def test_a_sweep_that_still_runs_is_not_replaced(make_run: MakeRun, tmp_path: Path) -> None:
     """Nor one that was killed while a replay of it runs on: that would write into the new folder."""
     out = a_sweep(make_run, tmp_path / "out")
-    with outfolder.in_use(out, "sweep.json") as descriptor:
+    with out_folder.in_use(out, "sweep.json") as descriptor:
         child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(descriptor,))
     with child:
         result = cli("sweep", TRACE, "--config", LOCAL, "--out", out, "--overwrite")
@@ -192,7 +192,7 @@ def test_nobody_finds_a_part_of_a_folder(
 ) -> None:
     """Also where a file system cannot exchange two names."""
     if not exchanges:
-        monkeypatch.setattr(outfolder, "_renameat2", lambda made, place: errno.EINVAL)
+        monkeypatch.setattr(out_folder, "_renameat2", lambda made, place: errno.EINVAL)
     out = make_run(tmp_path / "out")
     before = contents(out)
     with filled(out, "summary.json", overwrite=True) as made:

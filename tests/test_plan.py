@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tensorferry.cli.main import main
-from tensorferry.pipeline.replay.folder import read_run
-from tensorferry.pipeline.replay.forecast import MIB, Rules, Stay, Visit, forecast, plan
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.visits import Arrival, Stations, given, measured
+from tensorferry.replay.plan.forecast import MIB, Rules, Stay, Visit, forecast, plan
+from tensorferry.replay.plan.pool_stays import Arrival, Stations, given, measured
+from tensorferry.replay.results.result_folder import read_run
+from tensorferry.replay.trace.trace_file import Recording
 from tensorferry.stages.assignment import assign
 
 MakeRun = Callable[..., Path]

@@ -28,8 +28,8 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
 from tensorferry.pipeline.recording import traffic
-from tensorferry.pipeline.replay.trace import read_trace
 from tensorferry.pipeline.telemetry.counters import Counters
+from tensorferry.replay.trace.loaded_trace import read_trace
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.prompt import Planner

@@ -21,15 +21,15 @@ from tensorferry.codecs.errors import TraceError
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.recording.request import Image, Request
-from tensorferry.pipeline.replay.photos import load_photos
-from tensorferry.pipeline.replay.prepare import Part, Preparation, Prepared, prepare
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.report import results
-from tensorferry.pipeline.replay.run import Replay, Reply
-from tensorferry.pipeline.replay.schedule import Speed
-from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import Trace, load
-from tensorferry.pipeline.replay.turns import Mode, Turns, natural_mode
+from tensorferry.replay.results.report import results
+from tensorferry.replay.run.conversations import Mode, Turns, natural_mode
+from tensorferry.replay.run.schedule import Speed
+from tensorferry.replay.run.sender import Replay, Reply
+from tensorferry.replay.trace.loaded_trace import Trace, load
+from tensorferry.replay.trace.trace_file import Recording
+from tensorferry.replay.workload.photos import load_photos
+from tensorferry.replay.workload.prepare import Part, Preparation, Prepared, prepare
+from tensorferry.replay.workload.token_ids import TokenSource
 
 DATA = Path(__file__).parent / "data"
 MS = 1_000_000
@@ -306,7 +306,7 @@ def test_the_same_file_and_seed_send_the_same_bytes(file: str) -> None:
 
 def test_equal_blocks_are_equal_tokens_in_every_process() -> None:
     program = (
-        "from tensorferry.pipeline.replay.text import TokenSource\n"
+        "from tensorferry.replay.workload.token_ids import TokenSource\n"
         "from tensorferry.pipeline.recording.request import Request\n"
         "from hashlib import sha256\n"
         "ids = TokenSource(1000, [0, 1], 7).ids(Request(line={line}, at_ns=0, output_tokens=1, blocks=(2**64 - 1, 5),\n"

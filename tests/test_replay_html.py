@@ -20,14 +20,14 @@ from click.testing import CliRunner
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import ReportError
 from tensorferry.codecs.messages import Gauge, Member
-from tensorferry.pipeline.replay import series
-from tensorferry.pipeline.replay.folder import Run, read_run
-from tensorferry.pipeline.replay.gauges import Sampler
-from tensorferry.pipeline.replay.html import charts, page
-from tensorferry.pipeline.replay.html.run import report
-from tensorferry.pipeline.replay.perfetto import MOST_REQUESTS, SLOWEST, perfetto
-from tensorferry.pipeline.replay.summary import Summary
 from tensorferry.pipeline.telemetry.timeline import SPANS
+from tensorferry.replay.results import time_series
+from tensorferry.replay.results.html import charts, page
+from tensorferry.replay.results.html.run import report
+from tensorferry.replay.results.perfetto import MOST_REQUESTS, SLOWEST, perfetto
+from tensorferry.replay.results.result_folder import Run, read_run
+from tensorferry.replay.results.summary import Summary
+from tensorferry.replay.run.gauge_samples import Sampler
 
 pytestmark = pytest.mark.usefixtures("plots")
 
@@ -125,9 +125,9 @@ def test_a_report_says_where_a_p99_is_a_maximum(make_run: MakeRun, tmp_path: Pat
 
 def test_no_two_parts_of_a_way_look_alike() -> None:
     """In light and in dark: at least 40 apart in one of red, green and blue, and none as what went wrong."""
-    parts = [charts._of_part(name) for name in (*SPANS.values(), series.UNSENT, series.FAILED)]
+    parts = [charts._of_part(name) for name in (*SPANS.values(), time_series.UNSENT, time_series.FAILED)]
     assert len(set(parts)) == len(parts)
-    style = files("tensorferry.pipeline.replay.html").joinpath("style.css").read_text(encoding="utf-8")
+    style = files("tensorferry.replay.results.html").joinpath("style.css").read_text(encoding="utf-8")
     named = re.findall(r"--(c\d+): #(\w\w)(\w\w)(\w\w)", style)
     light, dark = named[: len(named) // 2], named[len(named) // 2 :]
     for theme in (light, dark):
@@ -200,17 +200,21 @@ def test_an_unscheduled_run_has_no_intended_times(make_run: MakeRun, tmp_path: P
 
 
 def test_bins_are_of_widths_that_people_count_in() -> None:
-    assert (series.Bins.of(9).width_s, series.Bins.of(60).width_s, series.Bins.of(3600).width_s) == (0.1, 1, 60)
+    assert (time_series.Bins.of(9).width_s, time_series.Bins.of(60).width_s, time_series.Bins.of(3600).width_s) == (
+        0.1,
+        1,
+        60,
+    )
     for duration_s in (0.001, 1, 59.9, 86_400 * 30):
-        bins = series.Bins.of(duration_s)
-        assert 1 <= bins.count <= series.MOST_BINS
+        bins = time_series.Bins.of(duration_s)
+        assert 1 <= bins.count <= time_series.MOST_BINS
         assert bins.edges_s[-1] >= duration_s
         assert bins.counts(np.array([duration_s])).sum() == 1
 
 
 def test_the_parts_of_a_way_follow_each_other(make_run: MakeRun, tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, [100]))
-    spans = series.spans(run, run.rows[0])
+    spans = time_series.spans(run, run.rows[0])
     assert [span.name for span in spans] == [
         "to the tokenizer",
         "planning",
@@ -229,21 +233,23 @@ def test_everybody_in_flight_is_somewhere(make_run: MakeRun, tmp_path: Path) -> 
     """Three requests 50 ms apart that take 120 ms each: one, two, three, two, one of them are there."""
     run = read_run(make_run(tmp_path, [120, 120, 120]))
     at_s = np.array([0.025, 0.075, 0.11, 0.13, 0.2, 0.23])
-    where = series.whereabouts(run, at_s)
+    where = time_series.whereabouts(run, at_s)
     assert sum(where.values()).tolist() == [1, 2, 3, 2, 1, 0]  # type: ignore[union-attr]
     assert where["encoder queue"].tolist() == [1, 1, 0, 1, 0, 0]
 
 
 def test_fallbacks_are_counted_when_they_happened(make_run: MakeRun, tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, [10] * 40, inline=(20, 21)))
-    bins = series.Bins.of(2.0, most=2)
-    pooled, fell_back = series.fallbacks(run, bins)
+    bins = time_series.Bins.of(2.0, most=2)
+    pooled, fell_back = time_series.fallbacks(run, bins)
     assert (pooled.tolist(), fell_back.tolist()) == ([20, 18], [0, 2])
 
 
 def test_quantiles_over_time_are_values_that_occurred() -> None:
-    bins = series.Bins(1.0, np.array([0.0, 1.0, 2.0, 3.0]))
-    p50, p99 = series.quantiles_over_time(bins, np.array([0.1, 0.2, 0.3, 2.5]), np.array([3.0, 1, 2, 9]), (0.5, 0.99))
+    bins = time_series.Bins(1.0, np.array([0.0, 1.0, 2.0, 3.0]))
+    p50, p99 = time_series.quantiles_over_time(
+        bins, np.array([0.1, 0.2, 0.3, 2.5]), np.array([3.0, 1, 2, 9]), (0.5, 0.99)
+    )
     assert (p50[[0, 2]].tolist(), p99[[0, 2]].tolist()) == ([2, 9], [3, 9])
     assert np.isnan(p50[1])
 

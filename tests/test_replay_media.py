@@ -15,12 +15,12 @@ import pytest
 from PIL import Image as Pillow
 
 from tensorferry.pipeline.recording.request import Image, Request
-from tensorferry.pipeline.replay.photos import MAX_PHOTOS, Photo, PhotoError, load_photos
-from tensorferry.pipeline.replay.prepare import Invented, Preparation, UnusableSize, prepare
-from tensorferry.pipeline.replay.seeds import choose
-from tensorferry.pipeline.replay.sizes import SIDES, SizeModel
-from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import Trace
+from tensorferry.replay.trace.loaded_trace import Trace
+from tensorferry.replay.trace.seeds import choose
+from tensorferry.replay.workload.image_sizes import SIDES, SizeModel
+from tensorferry.replay.workload.photos import MAX_PHOTOS, Photo, PhotoError, load_photos
+from tensorferry.replay.workload.prepare import Invented, Preparation, UnusableSize, prepare
+from tensorferry.replay.workload.token_ids import TokenSource
 
 PX = 28  # of a token's side
 
@@ -88,7 +88,7 @@ def test_a_size_depends_on_seed_line_and_index_alone() -> None:
 
 def test_choices_are_the_same_in_every_process() -> None:
     """Python's own hash of a string is not."""
-    program = "from tensorferry.pipeline.replay.seeds import choose; print(choose(3, 'photo', 17, 2))"
+    program = "from tensorferry.replay.trace.seeds import choose; print(choose(3, 'photo', 17, 2))"
     said = {
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60).stdout
         for _ in range(2)
@@ -300,11 +300,11 @@ def test_equal_images_are_made_once_and_shared() -> None:
 def test_much_work_is_shared_by_fewer_photos(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [request(line, images=(Image(width=100 + line % 10, height=100),)) for line in range(1, 401)]
     assert made(*rows).invented.different_images == 30
-    monkeypatch.setattr("tensorferry.pipeline.replay.prepare.PIXEL_BUDGET", 210_000)
+    monkeypatch.setattr("tensorferry.replay.workload.prepare.PIXEL_BUDGET", 210_000)
     assert made(*rows).invented.different_images == 20
-    monkeypatch.setattr("tensorferry.pipeline.replay.prepare.PIXEL_BUDGET", 50_000)
+    monkeypatch.setattr("tensorferry.replay.workload.prepare.PIXEL_BUDGET", 50_000)
     assert made(*rows).invented.different_images == 10
-    monkeypatch.setattr("tensorferry.pipeline.replay.prepare.MAX_PREPARED_PIXELS", 50_000)
+    monkeypatch.setattr("tensorferry.replay.workload.prepare.MAX_PREPARED_PIXELS", 50_000)
     with pytest.raises(PhotoError, match="--limit"):
         made(*rows)
 
@@ -357,7 +357,7 @@ def test_equal_block_ids_are_equal_tokens_and_the_length_is_the_recorded_one() -
 def test_a_long_trace_makes_its_prompts_when_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [request(line, text_tokens=100) for line in range(1, 11)]
     held = made(*rows)
-    monkeypatch.setattr("tensorferry.pipeline.replay.prepare.HELD_TOKENS", 500)
+    monkeypatch.setattr("tensorferry.replay.workload.prepare.HELD_TOKENS", 500)
     later = made(*rows)
     assert [prepared.ids is None for prepared in later.requests] == [False] * 5 + [True] * 5
     assert digest(held) == digest(later)

@@ -14,14 +14,14 @@ from rich.console import Console
 from tensorferry.codecs.errors import OutputError
 from tensorferry.codecs.messages import Gauge, ItemReport, Mark, Member
 from tensorferry.pipeline.recording.request import Drop, Request
-from tensorferry.pipeline.replay.prepare import Invented, Preparation, Prepared
-from tensorferry.pipeline.replay.progress import preparing, replaying
-from tensorferry.pipeline.replay.report import print_report, results, write_report
-from tensorferry.pipeline.replay.run import Outcome, Replay, Snapshot
-from tensorferry.pipeline.replay.schedule import Speed
-from tensorferry.pipeline.replay.summary import PoolUse, Setup, Summary, drops_of, pool_use, quantiles, summarise
-from tensorferry.pipeline.replay.text import TokenSource
-from tensorferry.pipeline.replay.trace import Trace
+from tensorferry.replay.results.report import print_report, results, write_report
+from tensorferry.replay.results.summary import PoolUse, Setup, Summary, drops_of, pool_use, quantiles, summarise
+from tensorferry.replay.run.progress import preparing, replaying
+from tensorferry.replay.run.schedule import Speed
+from tensorferry.replay.run.sender import Outcome, Replay, Snapshot
+from tensorferry.replay.trace.loaded_trace import Trace
+from tensorferry.replay.workload.prepare import Invented, Preparation, Prepared
+from tensorferry.replay.workload.token_ids import TokenSource
 
 MS = 1_000_000
 START_NS = 5_000 * MS

@@ -25,12 +25,12 @@ from tensorferry.codecs.messages import (
     Result,
 )
 from tensorferry.pipeline.recording.request import Request
-from tensorferry.pipeline.replay.prepare import Part, Prepared
-from tensorferry.pipeline.replay.run import Answer, Replay, Reply, Snapshot
-from tensorferry.pipeline.replay.schedule import Ceiling, MonotonicClock, Speed, pace
-from tensorferry.pipeline.replay.session import Session
-from tensorferry.pipeline.replay.summary import PoolUse
-from tensorferry.pipeline.replay.text import TokenSource
+from tensorferry.replay.results.summary import PoolUse
+from tensorferry.replay.run.schedule import Ceiling, MonotonicClock, Speed, pace
+from tensorferry.replay.run.sender import Answer, Replay, Reply, Snapshot
+from tensorferry.replay.run.session import Session
+from tensorferry.replay.workload.prepare import Part, Prepared
+from tensorferry.replay.workload.token_ids import TokenSource
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -338,8 +338,8 @@ async def test_busy_is_not_sent_again() -> None:
 
 
 async def test_a_request_without_an_outcome_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorferry.pipeline.replay.run.GRACE_S", 0.05)
-    monkeypatch.setattr("tensorferry.pipeline.replay.run._LOOK_S", 0.01)
+    monkeypatch.setattr("tensorferry.replay.run.sender.GRACE_S", 0.05)
+    monkeypatch.setattr("tensorferry.replay.run.sender._LOOK_S", 0.01)
     client = FakeClient(never)
     replay = replay_of([0, 0], deadline_s=0.05, clock=MonotonicClock())
     await run(replay, client)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.copies import cut
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.selection import Selection
-from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.replay.trace.convert import cut
+from tensorferry.replay.trace.loaded_trace import read_trace
+from tensorferry.replay.trace.selection import Selection
+from tensorferry.replay.trace.trace_file import Recording
 
 DATA = Path(__file__).parent / "data" / "traces"
 PLAIN = DATA / "azure_lmm.csv"

@@ -11,7 +11,7 @@ import pytest
 from tensorferry.codecs.errors import TraceError
 from tensorferry.codecs.messages import VideoPart
 from tensorferry.pipeline.client.prompt_parts import Video, prompt_on_wire
-from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.replay.trace.loaded_trace import read_trace
 
 MIB = 1 << 20
 GOOD = b'{"at_ms": 1, "text_tokens": 5, "output_tokens": 1}\n'

@@ -13,8 +13,8 @@ import pytest
 
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.recording.request import BrokenRow, Image, Request
-from tensorferry.pipeline.replay.trace import Trace, read_trace
-from tensorferry.pipeline.replay.values import WallClocks, wall_clock, wall_text
+from tensorferry.replay.trace.exact_numbers import WallClocks, wall_clock, wall_text
+from tensorferry.replay.trace.loaded_trace import Trace, read_trace
 
 DATA = Path(__file__).parent / "data" / "traces"
 MS = 1_000_000

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.copies import convert
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.selection import Selection
-from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.replay.trace.convert import convert
+from tensorferry.replay.trace.loaded_trace import read_trace
+from tensorferry.replay.trace.selection import Selection
+from tensorferry.replay.trace.trace_file import Recording
 
 DATA = Path(__file__).parent / "data" / "traces"
 

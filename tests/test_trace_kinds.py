@@ -16,10 +16,10 @@ import pytest
 
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.recording.request import ASSUMED_OUTPUT_TOKENS, Image, Request
-from tensorferry.pipeline.replay.formats.lengths import Keys
-from tensorferry.pipeline.replay.formats.servegen import Distribution
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.trace import Trace, load, read_trace
+from tensorferry.replay.trace.formats.servegen import Distribution
+from tensorferry.replay.trace.formats.token_counts import Keys
+from tensorferry.replay.trace.loaded_trace import Trace, load, read_trace
+from tensorferry.replay.trace.trace_file import Recording
 
 DATA = Path(__file__).parent / "data" / "traces"
 NS = 1_000_000_000

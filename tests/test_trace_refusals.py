@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.formats.lengths import keys_of
-from tensorferry.pipeline.replay.image_models import image_model
-from tensorferry.pipeline.replay.trace import read_trace
+from tensorferry.replay.trace.formats.token_counts import keys_of
+from tensorferry.replay.trace.loaded_trace import read_trace
+from tensorferry.replay.workload.image_models import image_model
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data" / "traces"

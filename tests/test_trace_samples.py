@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import TraceError
-from tensorferry.pipeline.replay.recording import Recording
-from tensorferry.pipeline.replay.trace import Trace, load, read_trace
+from tensorferry.replay.trace.loaded_trace import Trace, load, read_trace
+from tensorferry.replay.trace.trace_file import Recording
 
 pytestmark = pytest.mark.samples
 

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.recording.request import BrokenRow
-from tensorferry.pipeline.replay.formats.lengths import keys_of
-from tensorferry.pipeline.replay.recording import Recording, Tally
-from tensorferry.pipeline.replay.schedule import Speed
-from tensorferry.pipeline.replay.trace import read_trace
-from tensorferry.pipeline.replay.turns import Turns
-from tensorferry.pipeline.replay.values import WallClocks, wall_clock
+from tensorferry.replay.run.conversations import Turns
+from tensorferry.replay.run.schedule import Speed
+from tensorferry.replay.trace.exact_numbers import WallClocks, wall_clock
+from tensorferry.replay.trace.formats.token_counts import keys_of
+from tensorferry.replay.trace.loaded_trace import read_trace
+from tensorferry.replay.trace.trace_file import Recording, Tally
 
 NS = 1_000_000_000
 MS = 1_000_000

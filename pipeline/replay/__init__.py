@@ -1,1 +1,0 @@
-"""Recorded traces, their schedule, the run and its report."""

@@ -1,1 +1,0 @@
-"""The traces that people have, each read as what it says. `table` lists them; `sniff` tells them apart."""

@@ -1,1 +1,0 @@
-"""Self-contained pages of what replays have found."""

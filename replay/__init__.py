@@ -1,0 +1,1 @@
+"""A recorded trace, from file to table."""

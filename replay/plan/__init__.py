@@ -1,0 +1,1 @@
+"""How large a pool has to be, from one replay."""

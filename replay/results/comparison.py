@@ -1,0 +1,224 @@
+"""Several runs side by side: repeats put together, and what each way of running was better or worse at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tensorferry.codecs.errors import ReportError
+from tensorferry.replay.results import time_series
+from tensorferry.replay.results.confidence import Estimate, Resampled, mean, quantile, share
+from tensorferry.replay.results.result_folder import Run, read_run
+from tensorferry.replay.results.time_series import Floats
+
+#: Settings that say where a deployment is, and not what it is like.
+_PLACES = ("name", "runtime_dir")
+#: What of a run, beside the deployment's settings, makes it another one.
+_OPTIONS = ("speed", "concurrency", "limit", "sessions", "seed")
+_DEPTH = 3  #: folders of folders that runs are looked for in
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A number of each way of running."""
+
+    key: str
+    name: str
+    unit: str  #: s, 1/s, %
+    more_is_better: bool = False
+
+
+METRICS = (
+    Metric("p50", "latency p50", "s"),
+    Metric("p90", "latency p90", "s"),
+    Metric("p99", "latency p99", "s"),
+    Metric("ok_per_s", "ok a second", "1/s", more_is_better=True),
+    Metric("fallbacks", "fallbacks", "%"),
+    Metric("failed", "failed", "%"),
+)
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Repeats: runs of the same settings and options."""
+
+    name: str  #: what it has that others have not, such as `pool.budget_mb=256`
+    runs: list[Run]
+
+    @property
+    def latencies_s(self) -> list[Floats]:
+        return [time_series.latencies(run) for run in self.runs]
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A metric of a group. latency: in seconds; shares: 0 to 1."""
+
+    estimate: Estimate
+    change: Estimate | None  #: from the first group, as a part of its value; None for itself, or where that is 0
+    verdict: str  #: better, worse; empty where the intervals cannot tell
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A group, as a table has it."""
+
+    name: str
+    folders: list[str]
+    values: dict[str, Value]  #: by the key of the metric; those that the group has
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    lines: list[Line]  #: the first is what the others are compared with
+    warnings: list[str]
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs in these folders, or in folders in them, in the order of their names. Raises ReportError for none."""
+    found: list[Run] = []
+    for folder in folders:
+        here = list(_folders_of_runs(folder, _DEPTH))
+        if not here:
+            raise ReportError(str(folder), "no run is in it; name folders that `replay --out` or `sweep` has written")
+        found += map(read_run, here)
+    return list({run.folder.resolve(): run for run in found}.values())
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Repeats together, in the order in which each way of running comes first."""
+    settings = [_settings(run) for run in runs]
+    keys = list(dict.fromkeys(key for one in settings for key in one))
+    differing = [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
+    groups: dict[str, list[Run]] = {}
+    for run, one in zip(runs, settings, strict=True):
+        groups.setdefault(" ".join(f"{key}={_plain(one.get(key))}" for key in differing), []).append(run)
+    return [Group(name or _folder_name(group), group) for name, group in groups.items()]
+
+
+def compare(groups: Sequence[Group], seed: int = 0) -> Comparison:
+    """Every metric of every group, with its change from the first one."""
+    base = _measured(groups[0], seed)
+    lines = []
+    for number, group in enumerate(groups):
+        measured = base if not number else _measured(group, seed + number)
+        values = {}
+        for metric in METRICS:
+            if metric.key in measured:
+                change = measured[metric.key].relative_to(base[metric.key]) if number and metric.key in base else None
+                values[metric.key] = Value(measured[metric.key].estimate, change, _verdict(metric, change))
+        lines.append(Line(group.name, [str(run.folder) for run in group.runs], values))
+    return Comparison(lines, list(_warnings(groups)))
+
+
+def _measured(group: Group, seed: int) -> dict[str, Resampled]:
+    runs, latencies = group.runs, group.latencies_s
+    found: dict[str, Resampled] = {}
+    if any(map(len, latencies)):
+        for number, part in enumerate((0.5, 0.9, 0.99)):
+            found[METRICS[number].key] = quantile(latencies, part, seed)
+    rates = [run.summary.per_second.ok for run in runs]
+    found["ok_per_s"] = mean([rate or 0.0 for rate in rates], seed)
+    pooled = [[run.fell_back(item) for row in run.rows for item in row.items if run.pooled(item)] for run in runs]
+    if any(pooled):
+        found["fallbacks"] = share([sum(one) for one in pooled], [len(one) for one in pooled], seed)
+    if any(run.rows for run in runs):
+        found["failed"] = share([run.summary.requests.failed for run in runs], [len(run.rows) for run in runs], seed)
+    return found
+
+
+def _verdict(metric: Metric, change: Estimate | None) -> str:
+    if change is None or not change.sign:
+        return ""
+    return "better" if (change.sign > 0) == metric.more_is_better else "worse"
+
+
+def _warnings(groups: Sequence[Group]) -> Iterator[str]:
+    runs = [run for group in groups for run in group.runs]
+    if len({run.summary.trace.sha256 for run in runs}) > 1:
+        yield "the runs are of different traces"
+    elif len({run.summary.run.payload_sha256 for run in runs}) > 1:
+        yield "the runs did not send the same: their payloads differ"
+    yield from _elsewhere(runs)
+    for run in runs:
+        s = run.summary.run
+        what = [name for name, is_so in (("DEGRADED", s.degraded), ("interrupted", s.interrupted)) if is_so]
+        what += [f"ended by {s.error}"] if s.error else []
+        if what:
+            yield f"{run.folder}: {', '.join(what)}"
+    for group in groups:
+        count = sum(map(len, group.latencies_s))
+        if 0 < count < 100:
+            yield f"{group.name}: p99 of {count} latencies is their maximum, and its interval knows of nothing above it"
+    if any(len(group.runs) == 1 for group in groups):
+        yield "where there is one run, its intervals know nothing of how runs differ; repeat it"
+
+
+def _elsewhere(runs: Sequence[Run]) -> Iterator[str]:
+    """What else than their settings may make runs differ: machines, versions, and how these counted."""
+    facts = [dict(run.summary.machine.facts()) if run.summary.machine is not None else None for run in runs]
+    versions = [run.summary.tensorferry for run in runs]
+    for name in dict.fromkeys(name for one in facts if one is not None for name in one):
+        yield from _differing(name, runs, [None if one is None else one.get(name, "none") for one in facts])
+    yield from _differing("tensorferry", runs, versions)
+    if None in facts:
+        unknown = [run for run, one in zip(runs, facts, strict=True) if one is None]
+        yield f"an earlier version did not record the machine of {_some(unknown)}"
+    other = [run for run in runs if run.summary.per_second.window_s is None]
+    if 0 < len(other) < len(runs):
+        yield f"an earlier version counted the rates of {_some(other)} over another window"
+
+
+def _differing(name: str, runs: Sequence[Run], values: Sequence[str | None]) -> Iterator[str]:
+    """values: of each run; None: it is not known."""
+    having: dict[str, list[Run]] = {}
+    for run, value in zip(runs, values, strict=True):
+        if value is not None:
+            having.setdefault(value, []).append(run)
+    if len(having) > 1:
+        said = "; ".join(f"{value} ({_some(those)})" for value, those in having.items())
+        yield f"{name} differs: {said}"
+
+
+def _some(runs: Sequence[Run]) -> str:
+    """Their folders; of many the first."""
+    shown = ", ".join(str(run.folder) for run in runs[:3])
+    return shown if len(runs) <= 3 else f"{shown} and {len(runs) - 3} more"
+
+
+def _folders_of_runs(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "summary.json").is_file():
+        yield folder
+    elif depth:
+        inside = folder.iterdir() if folder.is_dir() else ()
+        for inner in sorted(path for path in inside if path.is_dir() and not path.name.startswith(".")):
+            yield from _folders_of_runs(inner, depth - 1)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """All that may make a run another one, flat: `pool.budget_mb`."""
+    s = run.summary.run
+    flat = dict(_flat(s.config, ""))
+    for key in _PLACES:
+        flat.pop(key, None)
+    return flat | {f"--{key}": getattr(s, key) for key in _OPTIONS}
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _folder_name(runs: Sequence[Run]) -> str:
+    return runs[0].folder.name or str(runs[0].folder)
+
+
+def pooled_latencies(group: Group) -> Floats:
+    """Of all its runs together, in seconds."""
+    return np.concatenate(group.latencies_s)

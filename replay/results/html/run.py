@@ -1,0 +1,265 @@
+"""report.html: one run, so that somebody who was not there can see what happened, and do it again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tensorferry.pipeline.deployment.yaml_file import emit
+from tensorferry.pipeline.telemetry.timeline import SPANS
+from tensorferry.replay.results import time_series
+from tensorferry.replay.results.html import charts, page
+from tensorferry.replay.results.html.page import Html
+from tensorferry.replay.results.report import (
+    how_text,
+    invented_text,
+    maxima_notes,
+    size_text,
+    step_notes,
+    trace_text,
+    warnings,
+)
+from tensorferry.replay.results.result_folder import Row, Run
+from tensorferry.replay.results.summary import Quantiles, Reason, Step, Summary
+
+SLOWEST = 12
+STEP_HEAD = (
+    "part of the way",
+    "until the step",
+    "requests",
+    "p50 after the step before",
+    "p99 after the step before",
+    "p50 after the send",
+    "p99 after the send",
+)
+SLOW_HEAD = ("request", "took, ms", "most of it, ms", "prompt tokens", "items", "fallbacks")
+_LAYER_POINTS = 240
+
+
+def report(run: Run) -> bytes:
+    """The page. Raises ReportError without matplotlib."""
+    s = run.summary
+    title = f"{Path(s.trace.file).name} through {s.run.deployment}"
+    parts = [page.header(title, f"{trace_text(s)}; {how_text(s)}", warnings(s)), page.tiles(_first(s))]
+    if run.rows:
+        bins = time_series.Bins.of(max(s.run.duration_s, 1e-3))
+        parts += [_latency(run, bins), _load(run, bins), *_pools(run, bins), _stages(run)]
+    return page.document(title, *parts, _problems(s), _again(s))
+
+
+def _first(s: Summary) -> Iterator[tuple[str, str]]:
+    r = s.requests
+    yield f"ok of {r.sent} sent", str(r.ok)
+    latency = s.latency_ms.from_intended or s.latency_ms.from_sent
+    if latency is not None:
+        yield "latency p50", charts.duration_text(latency.p50 / 1e3)
+        yield f"latency p99{_only(latency)}", charts.duration_text(latency.p99 / 1e3)
+    rates = {"scheduled": s.per_second.scheduled, "sent": s.per_second.sent, "ok": s.per_second.ok}
+    for what, rate in rates.items():
+        if rate is not None:
+            yield f"requests {what} a second", f"{rate:.2f}"
+    if s.items.fallbacks is not None:
+        yield f"of {s.items.count} items fell back to inline", str(s.items.fallbacks.items)
+    if s.lateness_ms is not None:
+        yield f"late sends, p99{_only(s.lateness_ms)}", charts.duration_text(s.lateness_ms.p99 / 1e3)
+
+
+def _latency(run: Run, bins: time_series.Bins) -> Html:
+    s = run.summary
+    latencies = time_series.latencies(run)
+    from_sent = np.array([row.done_ms - row.sent_ms for row in run.ok]) / 1e3
+    curves, since = {"from the send": from_sent}, ", from the send"
+    if run.scheduled:
+        curves, since = {"from the intended time": latencies, **curves}, ""
+    when = time_series.seconds(run.ok, "intended_ms" if run.scheduled else "sent_ms")
+    p50, p99 = time_series.quantiles_over_time(bins, when, latencies, (0.5, 0.99))
+    figures = page.plots(
+        page.plot(
+            "latency",
+            "How long requests took",
+            f"Which share was answered within the time below{since}; dotted: 50, 90 and 99 %.",
+            charts.distributions(curves),
+        ),
+        page.plot(
+            "latency-over-time",
+            "Latency over the run",
+            f"Of the requests that came within each {charts.duration_text(bins.width_s)}; "
+            "where those are fewer than 100, their p99 is their maximum.",
+            charts.lines(bins.edges_s, {"p50": p50, "p99": p99}, "", seconds=True, stepped=True),
+        ),
+    )
+    rows = [("latency from actual send", s.latency_ms.from_sent)]
+    if run.scheduled:
+        rows.insert(0, ("latency from intended time", s.latency_ms.from_intended))
+        rows.append(("lateness of sending", s.lateness_ms))
+    values = [[name, *_quantiles(q)] for name, q in rows]
+    shown = page.table(("of each request", "p50", "p90", "p99", "max"), values, caption="times, ms")
+    return page.section("Latency", figures, shown, *map(page.note, maxima_notes(s)))
+
+
+def _load(run: Run, bins: time_series.Bins) -> Html:
+    ok, failed = run.ok, [row for row in run.rows if row.status != "ok"]
+    counts = {
+        "sent": bins.counts(time_series.seconds(run.rows, "sent_ms")),
+        "ok": bins.counts(time_series.seconds(ok, "done_ms")),
+    }
+    if run.scheduled:
+        counts = {"due": bins.counts(time_series.seconds(run.rows, "intended_ms")), **counts}
+    if failed:
+        counts["failed"] = bins.counts(time_series.seconds(failed, "done_ms"))
+    rates = {name: values / bins.width_s for name, values in counts.items()}
+    at_s = np.linspace(0, max(run.summary.run.duration_s, 1e-3), _LAYER_POINTS)
+    where = time_series.whereabouts(run, at_s)
+    most = max((values.max() for values in where.values()), default=0.0)
+    where = {name: values for name, values in where.items() if values.max() >= most / 30}  # else a legend of slivers
+    return page.section(
+        "Load",
+        page.plots(
+            page.plot(
+                "rates",
+                "Requests a second",
+                f"In each {charts.duration_text(bins.width_s)} of the run.",
+                charts.lines(bins.edges_s, rates, "", stepped=True),
+            ),
+            page.plot(
+                "whereabouts",
+                "Where requests were",
+                "All that were in flight, by the part of the way that they were on.",
+                charts.layers(at_s, where, "requests"),
+            ),
+        ),
+    )
+
+
+def _pools(run: Run, bins: time_series.Bins) -> Iterator[Html]:
+    s = run.summary
+    if s.run.pooled_from_nbytes is None:
+        return
+    figures = []
+    lent = time_series.occupancy(run)
+    if lent:
+        figures.append(
+            page.plot(
+                "occupancy",
+                "How full pools were",
+                "Bytes lent, as a part of what each pool has; tokenizers' four times a second, encoders' by heartbeat.",
+                charts.traces(
+                    {
+                        process: (at_s, 100 * nbytes / np.maximum(capacity, 1))
+                        for process, (at_s, nbytes, capacity) in lent.items()
+                    },
+                    "%",
+                    s.run.duration_s,
+                    limit=100,
+                ),
+            )
+        )
+    pooled, fell_back = time_series.fallbacks(run, bins)
+    figures.append(
+        page.plot(
+            "fallbacks",
+            "How items travelled",
+            "Those large enough for a pool; a fallback went inline, as the pool had no room for it.",
+            charts.columns(bins, {"by pool": pooled, "fallback": fell_back}, "items"),
+        )
+    )
+    rows = [
+        [name, size_text(pool.capacity_nbytes), size_text(pool.peak_lent_nbytes), pool.refused]
+        for name, pool in s.pools.items()
+    ]
+    head = ("pool of", "size", "most ever lent", "times full")
+    yield page.section("Pools", page.plots(*figures), page.table(head, rows))
+
+
+def _stages(run: Run) -> Html:
+    """Where the time goes in all requests, and in the slowest."""
+    steps, rows = run.summary.steps, time_series.slowest(run, SLOWEST)
+    figures, tables = [], []
+    if steps:
+        lengths = {
+            SPANS.get(step.step, step.step): (step.since_previous.p50 / 1e3, step.since_previous.p99 / 1e3)
+            for step in steps
+        }
+        figures.append(
+            page.plot(
+                "stages",
+                "Where the time goes",
+                "From one step to the next, over the requests that were ok.",
+                charts.bars(lengths, ("p50", "p99")),
+                height=0.7 + 0.3 * len(lengths),
+            )
+        )
+        tables.append(page.table(STEP_HEAD, map(_step, steps), caption="steps, ms"))
+        tables += map(page.note, step_notes(run.summary))
+    if rows:
+        ways = {_place(row): time_series.spans(run, row) for row in rows}
+        figures.append(
+            page.plot(
+                "slowest",
+                "The slowest requests",
+                "Each from when it was due; named by its line in the trace.",
+                charts.timelines(ways),
+                height=1.3 + 0.23 * len(rows),
+            )
+        )
+        tables.append(
+            page.table(SLOW_HEAD, (_slow(run, row, ways[_place(row)]) for row in rows), caption="the slowest")
+        )
+    return page.section("Stages", page.plots(*figures), *tables) if figures else Html()
+
+
+def _step(step: Step) -> list[object]:
+    part, whole = step.since_previous, step.since_sent
+    times = (f"{value:.2f}" for value in (part.p50, part.p99, whole.p50, whole.p99))
+    return [SPANS.get(step.step, step.step), step.step, step.requests, *times]
+
+
+def _slow(run: Run, row: Row, way: Sequence[time_series.Span]) -> list[object]:
+    longest = max(way, key=lambda span: span.end_ms - span.start_ms)
+    most = f"{longest.name} {longest.end_ms - longest.start_ms:.1f}"
+    fallbacks = sum(map(run.fell_back, row.items))
+    return [_place(row), f"{run.latency_ms(row):.1f}", most, row.prompt_tokens, len(row.items), fallbacks]
+
+
+def _problems(s: Summary) -> Html:
+    reasons = [(name, reason) for name, all_of in (("failed", s.failed), ("dropped", s.dropped)) for reason in all_of]
+    if not reasons:
+        return Html()
+    rows = [[name, reason.reason, reason.count, _examples(reason)] for name, reason in reasons]
+    return page.section("What was not answered", page.table(("", "reason", "count", "such as"), rows, said=(1, 3)))
+
+
+def _again(s: Summary) -> Html:
+    """What somebody needs to do the same again, and to know how much of it was real."""
+    known = [
+        ("command", page.code(shlex.join(s.run.command))),
+        ("trace", f"{s.trace.file}\n{s.trace.format}, sha256 {s.trace.sha256}"),
+        ("requests", f"{s.requests.read} read = {s.requests.sent} sent + {s.requests.dropped} dropped"),
+        ("payload", f"sha256 {s.run.payload_sha256}"),
+        ("invented", invented_text(s.invented, s.trace)),
+        *([("date", s.run.date)] if s.run.date else []),
+        ("tensorferry", s.tensorferry),
+        *(s.machine.facts() if s.machine is not None else ()),
+    ]
+    return page.section(
+        "The same again", page.facts(known), page.folded("every setting of the deployment", emit(s.run.config))
+    )
+
+
+def _place(row: Row) -> str:
+    return f"line {row.line}.{row.turn}" if row.turn else f"line {row.line}"
+
+
+def _examples(reason: Reason) -> str:
+    return "; ".join(reason.examples)
+
+
+def _only(q: Quantiles) -> str:
+    return ", the maximum" if "p99" in q.maxima else ""
+
+
+def _quantiles(q: Quantiles | None) -> list[str]:
+    return ["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)]

@@ -1,0 +1,1 @@
+"""Sending a workload at its times."""

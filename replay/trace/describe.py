@@ -1,0 +1,251 @@
+"""What a trace holds, in numbers, and what a replay of it would have to invent. One pass; what is remembered does not
+grow with the rows, save for the names of sessions and blocks where a trace has them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+import msgspec
+
+from tensorferry.pipeline.recording.request import Image, Request
+from tensorferry.replay.trace.exact_numbers import NS
+from tensorferry.replay.trace.selection import Conversations
+from tensorferry.replay.trace.trace_file import Recording, Tally
+
+#: Over which stretches the busiest moment is told and the variation of counts.
+STRETCHES_S = (1, 10, 60)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of whole numbers; quantiles by nearest rank, so each is a value that occurred."""
+
+    count: int
+    total: int
+    mean: float
+    p50: int
+    p90: int
+    p99: int
+    max: int
+
+    @classmethod
+    def of(cls, values: Mapping[int, int]) -> Spread | None:
+        """values: how often each is. None of nothing."""
+        count = sum(values.values())
+        if not count:
+            return None
+        total = sum(value * often for value, often in values.items())
+        ordered = sorted(values)
+        passed = list(accumulate(values[value] for value in ordered))
+
+        def at(percent: int) -> int:
+            return ordered[bisect_left(passed, max(1, -(-count * percent // 100)))]
+
+        return cls(count, total, total / count, at(50), at(90), at(99), ordered[-1])
+
+
+class Arrivals(msgspec.Struct, frozen=True):
+    """When requests come. None where there are too few to say."""
+
+    per_s: float | None  #: over the whole span
+    busiest_per_s: dict[str, float]  #: in the busiest stretch of 1, 10 and 60 seconds, which may start anywhere
+    gap_cv: float | None  #: standard deviation of the gaps over their mean: 1 for Poisson, above for bursts
+    dispersion: dict[str, float]  #: variance over mean of the counts in stretches of so long: 1 for Poisson
+    most_at_once: int  #: requests at one and the same instant
+    longest_silence_s: float
+
+
+class Images(msgspec.Struct, frozen=True):
+    requests: int  #: that have any
+    count: int
+    per_request: Spread | None  #: of those that have any
+    tokens: Spread | None  #: of each, where the trace says it
+    known_by: dict[str, int]  #: data, path, size, tokens, number: how each is known
+
+
+class Sessions(msgspec.Struct, frozen=True):
+    count: int
+    requests: int  #: that belong to one
+    turns: Spread | None
+    think_times: int  #: turns that say how long after the turn before they came
+
+
+class Blocks(msgspec.Struct, frozen=True):
+    """Identities of blocks of prompts."""
+
+    count: int
+    different: int
+    seen_before: float  #: share of blocks that an earlier request had: what an unbounded prefix cache would save
+
+
+class Description(msgspec.Struct, frozen=True):
+    file: str
+    sha256: str
+    format: str
+    rows: int
+    requests: int
+    dropped: dict[str, int]
+    examples: list[str]  #: `line 7: at_ms is missing`; the first few of each reason
+    origin: str  #: of the first request, on the trace's own clock
+    end: str
+    span_s: float
+    unit_decided: str  #: a sentence, where the trace does not say the unit of its times and the numbers had to
+    inversions: int
+    largest_fall_s: float
+    glued: bool
+    notes: dict[str, int]
+    arrivals: Arrivals
+    prompt_tokens: Spread | None  #: text, or text and images where the trace counts them together
+    output_tokens: Spread | None
+    images: Images
+    sessions: Sessions | None
+    blocks: Blocks | None
+    invented: dict[str, int]  #: what a replay would make up, and of how many requests or images
+
+
+class _Clock:
+    """Times in their order, one after the other."""
+
+    def __init__(self) -> None:
+        self.first_ns = self.last_ns = 0
+        self.count = 0
+        self._gaps_squared = 0
+        self._longest_ns = self._at_once = self._most_at_once = 0
+        self._recent: dict[int, deque[int]] = {stretch: deque() for stretch in STRETCHES_S}
+        self._busiest = dict.fromkeys(STRETCHES_S, 0)
+        self._bins: dict[int, list[int]] = {stretch: [0, 0, 0, 0] for stretch in STRETCHES_S}
+
+    def tick(self, at_ns: int) -> None:
+        if not self.count:
+            self.first_ns = self.last_ns = at_ns
+        gap_ns = at_ns - self.last_ns
+        self._gaps_squared += gap_ns * gap_ns
+        self._longest_ns = max(self._longest_ns, gap_ns)
+        self._at_once = 1 if gap_ns else self._at_once + 1
+        self._most_at_once = max(self._most_at_once, self._at_once)
+        self.last_ns = at_ns
+        self.count += 1
+        for stretch, recent in self._recent.items():
+            recent.append(at_ns)
+            while recent[0] <= at_ns - stretch * NS:
+                recent.popleft()
+            self._busiest[stretch] = max(self._busiest[stretch], len(recent))
+            number, current, total, squares = self._bins[stretch]
+            here = (at_ns - self.first_ns) // (stretch * NS)
+            if here != number:
+                self._bins[stretch] = [here, 1, total + current, squares + current * current]
+            else:
+                self._bins[stretch][1] = current + 1
+
+    def arrivals(self) -> Arrivals:
+        span_ns, gaps = self.last_ns - self.first_ns, self.count - 1
+        cv = None
+        if gaps > 1 and span_ns:
+            mean = span_ns / gaps
+            cv = max(0.0, self._gaps_squared / gaps - mean * mean) ** 0.5 / mean
+        return Arrivals(
+            per_s=gaps * NS / span_ns if span_ns else None,
+            busiest_per_s={f"{s} s": self._busiest[s] / s for s in STRETCHES_S if span_ns >= s * NS},
+            gap_cv=cv,
+            dispersion={f"{s} s": self._dispersion(s) for s in STRETCHES_S if span_ns >= 10 * s * NS},
+            most_at_once=self._most_at_once,
+            longest_silence_s=self._longest_ns / NS,
+        )
+
+    def _dispersion(self, stretch: int) -> float:
+        """Of the whole stretches from the first request on; the last is not whole and does not count."""
+        bins, _, total, squares = self._bins[stretch]
+        mean = total / bins
+        return (squares / bins - mean * mean) / mean
+
+
+def describe(recording: Recording, survey: Tally, requests: Iterable[Request]) -> Description:
+    """requests: those of the recording, in the order of time."""
+    clock = _Clock()
+    prompts, outputs, per_request, image_tokens = (Counter[int]() for _ in range(4))
+    known_by: Counter[str] = Counter()
+    turns: Counter[str] = Counter()
+    conversations, seen = Conversations(), set[int]()
+    blocks = repeated = think_times = 0
+    invented: Counter[str] = Counter()
+    for request in requests:
+        clock.tick(request.at_ns)
+        tokens = request.text_tokens if request.text_tokens is not None else request.context_tokens
+        if tokens is not None:
+            prompts[tokens] += 1
+            invented["prompts: token ids"] += 1
+        outputs[request.output_tokens] += 1
+        if request.images:
+            per_request[len(request.images)] += 1
+            for image in request.images:
+                known_by[_known_by(image)] += 1
+                if image.tokens:
+                    image_tokens[image.tokens] += 1
+        if whose := conversations.of(request) if survey.linked else request.session:
+            turns[whose] += 1
+        think_times += request.think_ns is not None
+        for block in request.blocks:
+            blocks += 1
+            repeated += block in seen
+            seen.add(block)
+        if request.continues and turns[request.session] > 1:
+            invented["prompts: answers of the turns before"] += 1
+    invented += Counter(
+        {
+            "images: picture, of the recorded size": known_by["size"],
+            "images: picture, of a size for the recorded tokens": known_by["tokens"],
+            "images: size and picture": known_by["number"],
+            "requests: output length": survey.notes["output_tokens_assumed"],
+            "requests: number of images": survey.notes["number_of_images_assumed"],
+            "requests: their time": 0 if recording.timed else clock.count,
+            "requests: all of it, drawn from statistics": clock.count if recording.drawn else 0,
+        }
+    )
+    return Description(
+        file=str(recording.path),
+        sha256=recording.sha256(),
+        format=recording.name,
+        rows=survey.read,
+        requests=clock.count,
+        dropped=dict(survey.dropped),
+        examples=[f"line {drop.line}: {drop.problem}" for drop in survey.named],
+        origin=recording.time_text(clock.first_ns) if clock.count else "none",
+        end=recording.time_text(clock.last_ns) if clock.count else "none",
+        span_s=(clock.last_ns - clock.first_ns) / NS,
+        unit_decided=recording.decided,
+        inversions=survey.inversions,
+        largest_fall_s=survey.largest_fall_ns / NS,
+        glued=survey.glued,
+        notes=dict(survey.notes),
+        arrivals=clock.arrivals(),
+        prompt_tokens=Spread.of(prompts),
+        output_tokens=Spread.of(outputs),
+        images=Images(
+            per_request.total(),
+            known_by.total(),
+            Spread.of(per_request),
+            Spread.of(image_tokens),
+            dict(known_by),
+        ),
+        sessions=Sessions(len(turns), turns.total(), Spread.of(Counter(turns.values())), think_times)
+        if turns
+        else None,
+        blocks=Blocks(blocks, len(seen), repeated / blocks) if blocks else None,
+        invented=dict(+invented),
+    )
+
+
+def _sessions(turns: Counter[str], think_times: int) -> Sessions | None:
+    return Sessions(len(turns), turns.total(), Spread.of(Counter(turns.values())), think_times) if turns else None
+
+
+def _known_by(image: Image) -> str:
+    if image.data:
+        return "data"
+    if image.path:
+        return "path"
+    if image.width:
+        return "size"
+    return "tokens" if image.tokens else "number"

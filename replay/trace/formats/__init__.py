@@ -1,0 +1,1 @@
+"""One file a trace format, and the table of them."""

@@ -1,0 +1,133 @@
+"""Where a row says when it came, and in which unit: as its format has it, as was asked for, or as the numbers tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from tensorferry.pipeline.recording.request import BrokenRow
+from tensorferry.replay.trace.exact_numbers import NS, Number, nanoseconds, number, wall_clock
+
+#: Of OpenAI's objects: seconds since 1970.
+CREATED = tuple(f"{place}{key}" for place in ("", "body.", "response.body.") for key in ("created", "created_at"))
+UNITS_NS = {"s": NS, "ms": NS // 1000, "us": 1000, "ns": 1}
+#: Seconds since 1970 of times that somebody recorded: 2001 to 2128.
+_EPOCH_S = range(10**9, 5 * 10**9)
+_DAY_S = 86_400
+
+
+class Times(msgspec.Struct, frozen=True):
+    """How the rows of a trace say when."""
+
+    field: str  #: a key; or `a.b`, the key b of the object a
+    unit_ns: int | None  #: of a number; None: an ISO date
+    wall: bool = False  #: whether it counts from 1970
+    spelt: bool = True  #: whether a number may stand in a string
+    decided: str = ""  #: a sentence where the trace does not say the unit and the numbers had to
+
+    def value(self, row: dict[str, Any]) -> object:
+        """What a row says of its time; None for nothing."""
+        return value_at(row, self.field)
+
+    def at_ns(self, row: dict[str, Any]) -> int:
+        """Raises BrokenRow: missing, not_a_number, bad_time, negative, out_of_range."""
+        value = self.value(row)
+        if self.unit_ns is None:
+            at_ns, zoned = wall_clock(str(value or ""), self.field)
+            if not zoned:
+                raise BrokenRow("bad_time", f"{self.field} is {str(value)[:40]!r}, which names no zone")
+            return at_ns
+        if self.spelt and isinstance(value, str):  # RAGPulse writes its seconds so
+            value = number(value, self.field)
+        return moment(value, self.field, self.unit_ns)
+
+
+class JsonRows:
+    """What the formats of one JSON object a line have in common."""
+
+    name: str
+    first_line = 1
+
+    def __init__(self, times: Times | None) -> None:
+        """times: where a row says when; None: nowhere."""
+        self._times = times
+        self.timed, self.wall = times is not None, times is not None and times.wall
+        self.decided = times.decided if times is not None else ""
+
+    def _at_ns(self, row: dict[str, Any]) -> int:
+        """Raises BrokenRow as `Times.at_ns` does."""
+        return self._times.at_ns(row) if self._times is not None else 0
+
+
+def moment(value: object, field: str, unit_ns: int) -> int:
+    """`nanoseconds` of what may have been written in another unit."""
+    try:
+        return nanoseconds(value, field, unit_ns)
+    except BrokenRow as problem:
+        if problem.reason != "out_of_range":
+            raise
+        raise BrokenRow(problem.reason, f"{problem.problem}; --keys time={field},unit=UNIT says another unit") from None
+
+
+def value_at(row: dict[str, Any], field: str) -> object:
+    """By a key, or by keys inside each other."""
+    if field in row or "." not in field:
+        return row.get(field)
+    value: object = row
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def decided(times: Times, rows: Iterable[dict[str, Any]]) -> Times:
+    """The unit by what the first rows say.
+
+    Numbers that would be a date since 2001 in one unit are in that one, not in the format's: as its own they would be
+    an offset of weeks or of millennia. They are only taken so where they are less than a day apart on average; numbers
+    farther apart are an offset in the format's unit, and so are those that would be dates in several units. Either way
+    a sentence says it.
+    """
+    values = [value for row in rows if (value := _number(times.value(row))) is not None]
+    if times.unit_ns is None or not values:
+        return times
+    gap = abs(Decimal(values[-1]) - Decimal(values[0])) / max(1, len(values) - 1)
+    remedy = f"--keys time={times.field},unit=UNIT says otherwise"
+    sized = {unit: unit_ns for unit, unit_ns in UNITS_NS.items() if all(_is_date(value, unit_ns) for value in values)}
+    for unit, unit_ns in sized.items():
+        if unit_ns == times.unit_ns:
+            return msgspec.structs.replace(times, wall=True)
+        if gap * unit_ns < _DAY_S * NS:
+            sentence = f"{times.field} is taken as {unit} since 1970, for its size ({values[0]}) and its spacing"
+            return msgspec.structs.replace(times, unit_ns=unit_ns, wall=True, decided=f"{sentence}; {remedy}")
+    usual = next((unit for unit, unit_ns in UNITS_NS.items() if unit_ns == times.unit_ns), "")
+    doubt = ""
+    if sized:
+        doubt = f"although its size ({values[0]}) is that of a date in {next(iter(sized))}, for its spacing"
+    elif all(any(_is_date(value, unit_ns) for unit_ns in UNITS_NS.values()) for value in values):
+        doubt = f"although its sizes ({min(values)} to {max(values)}) are those of dates in several units"
+    if usual and doubt and not times.wall:
+        return msgspec.structs.replace(times, decided=f"{times.field} is taken as {usual}, {doubt}; {remedy}")
+    return times
+
+
+def _is_date(value: Number, unit_ns: int) -> bool:
+    """Whether so many units after 1970 lie within the years in which somebody recorded a trace."""
+    return _EPOCH_S.start * NS // unit_ns <= value < _EPOCH_S.stop * NS // unit_ns
+
+
+def _number(value: object) -> Number | None:
+    try:
+        if isinstance(value, str):
+            value = number(value, "")
+    except BrokenRow:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | Decimal):
+        return None
+    if isinstance(value, Decimal) and not value.is_finite():
+        return None
+    # Compared and subtracted below, so nothing that is costly to expand.
+    small = value.adjusted() < 20 if isinstance(value, Decimal) else abs(value) < 10**20
+    return value if small else None

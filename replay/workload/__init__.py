@@ -1,0 +1,1 @@
+"""Requests of a trace to what is sent."""
