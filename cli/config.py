@@ -113,7 +113,7 @@ def _check_opted_in(deployment: Deployment, plugins: bool) -> None:
 
 
 def _check_vocabulary(deployment: Deployment) -> None:
-    from tensorferry.stages.processors.text import TextEncoder  # its library is slow to import, and seldom needed here
+    from tensorferry.stages.tokenizer.text import TextEncoder  # its library is slow to import, and seldom needed here
 
     TextEncoder.from_file(deployment.tokenizer.vocabulary)
 

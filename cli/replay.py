@@ -46,7 +46,7 @@ from tensorferry.replay.workload.prepare import UnusableSize, prepare
 from tensorferry.replay.workload.token_ids import TokenSource
 from tensorferry.stages.processors.base import BadMedia, Processor
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.processors.text import TextEncoder
+from tensorferry.stages.tokenizer.text import TextEncoder
 
 log = structlog.get_logger()
 

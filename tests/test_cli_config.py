@@ -312,7 +312,7 @@ def test_a_vocabulary_that_is_none_is_found(run, file, tmp_path, text, problem):
     assert result.exit_code == 2
     line = len(SOUND.splitlines()) + 1
     assert re.search(rf"{re.escape(str(file))}:{line}: tokenizer\.vocabulary: {vocabulary} {problem}", result.stderr)
-    vocabulary.write_text(files("tensorferry.stages.processors").joinpath("bytelevel.json").read_text())
+    vocabulary.write_text(files("tensorferry.stages.tokenizer").joinpath("bytelevel.json").read_text())
     assert run("config", "check", str(file)).stdout == f"{file}: ok\n"
 
 

@@ -16,7 +16,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import Dealer, FrontDoor, open_context
-from tensorferry.stages.clients import Clients
+from tensorferry.stages.tokenizer.clients import Clients
 
 DEADLINE_S = 10.0
 ORIGIN = wire.Origin("tokenizer", 0, 1)

@@ -11,9 +11,9 @@ import pytest
 
 from tensorferry.codecs.errors import BadItem, PeerBusy, PeerGone
 from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec
-from tensorferry.stages import dispatch as module
-from tensorferry.stages.dispatch import Dispatch
 from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.tokenizer import dispatch as module
+from tensorferry.stages.tokenizer.dispatch import Dispatch
 
 
 def dispatch(usable: list[int], **spec: int) -> Dispatch:

@@ -11,11 +11,11 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.tensors import CODES
-from tensorferry.stages.clients import Clients
 from tensorferry.stages.encoder import Encoder
-from tensorferry.stages.request import Life, Request
 from tensorferry.stages.scheduler import Scheduler
-from tensorferry.stages.tokenizer import Tokenizer
+from tensorferry.stages.tokenizer.clients import Clients
+from tensorferry.stages.tokenizer.request import Life, Request
+from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 
 NOW, BEFORE = 7, 6  #: epochs
 OWNER, REQUEST = wire.Origin("tokenizer", 0, 3), bytes(16)

@@ -34,9 +34,9 @@ from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.stages import encoder as encoder_module
 from tensorferry.stages import scheduler as scheduler_module
-from tensorferry.stages import tokenizer as tokenizer_module
 from tensorferry.stages.adapters import fingerprint
 from tensorferry.stages.processors.registry import make_processor
+from tensorferry.stages.tokenizer import tokenizer as tokenizer_module
 
 IMAGES = Path(__file__).parent / "data" / "images"
 PHOTOS = ("tiny_20x20.jpg", "camera_1bit.png")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorferry.pipeline.deployment.load import Deployment, PoolSpec
-from tensorferry.stages.dispatch import Dispatch
+from tensorferry.stages.tokenizer.dispatch import Dispatch
 
 
 class Publisher:

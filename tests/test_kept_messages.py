@@ -21,7 +21,7 @@ from tensorferry.stages.encoder import Encoder
 from tensorferry.stages.features import Features
 from tensorferry.stages.jobs import Job, Jobs
 from tensorferry.stages.scheduler import Scheduler
-from tensorferry.stages.tokenizer import Tokenizer
+from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 from tensorferry.stages.tombstones import Tombstones
 
 EPOCH = 7

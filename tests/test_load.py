@@ -20,7 +20,7 @@ from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import MIB, LimitsSpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry.timeline import reached
-from tensorferry.stages.load import Load, Overload, Rate
+from tensorferry.stages.tokenizer.admission import Load, Overload, Rate
 
 LIMITS = LimitsSpec(in_flight_requests=4, in_flight_items=10, in_flight_mb=1)
 PATIENCE_S = 60.0

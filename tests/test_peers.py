@@ -16,7 +16,7 @@ from tensorferry.pipeline.peers import handshake as module
 from tensorferry.pipeline.peers.handshake import Peers
 from tensorferry.pipeline.pools import attach as attaching_module
 from tensorferry.pipeline.pools.attach import Attaching
-from tensorferry.stages.request import Life
+from tensorferry.stages.tokenizer.request import Life
 
 ME = wire.Origin("tokenizer", 0, 1)
 QUARANTINE_S = 5.0

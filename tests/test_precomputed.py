@@ -29,8 +29,8 @@ from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.forms import Form
 from tensorferry.stages.adapters.registry import embedding_form, make_adapter
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.processors.text import TextEncoder
-from tensorferry.stages.prompt import Planner, Prompt
+from tensorferry.stages.tokenizer.planner import Planner, Prompt
+from tensorferry.stages.tokenizer.text import TextEncoder
 
 LIMITS = LimitsSpec()
 FORM = Form("float32", 8)

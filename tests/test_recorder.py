@@ -31,9 +31,9 @@ from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.replay.trace.loaded_trace import read_trace
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.processors.text import TextEncoder
-from tensorferry.stages.prompt import Planner
-from tensorferry.stages.recorder import MOST_WAITING, Recorder
+from tensorferry.stages.tokenizer.planner import Planner
+from tensorferry.stages.tokenizer.text import TextEncoder
+from tensorferry.stages.tokenizer.traffic_recorder import MOST_WAITING, Recorder
 
 TRACE = Path(__file__).parent / "data" / "traces" / "servegen.jsonl"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from tensorferry.stages.processors.text import PLACEHOLDERS
+from tensorferry.stages.tokenizer.text import PLACEHOLDERS
 
 DEPLOYMENT = """
 name: vocabulary-test

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tensorferry.codecs.errors import BadRequest, ConfigError
-from tensorferry.stages.processors import text as text_module
-from tensorferry.stages.processors.text import BUNDLED, PLACEHOLDERS, Rows, TextEncoder
+from tensorferry.stages.tokenizer import text as text_module
+from tensorferry.stages.tokenizer.text import BUNDLED, PLACEHOLDERS, Rows, TextEncoder
 
 START, PAD, END = 256, 257, 258
 

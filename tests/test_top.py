@@ -29,7 +29,7 @@ from tensorferry.cli.top import Look, view
 from tensorferry.codecs.messages import Gauge, Member, Result
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.stages.latencies import Latencies
+from tensorferry.stages.tokenizer.latencies import Latencies
 
 DEADLINE_S = 60.0
 PHOTO = Path(__file__).parent.parent / "examples" / "images" / "coffee_lossy.webp"

@@ -526,7 +526,7 @@ def test_the_deployment_file_of_a_family_needs_only_its_paths_set(name: str, tmp
     whole_model(name).save_pretrained(tmp_path)
     source = Path(__file__).parents[1] / "configs" / f"{name}.yaml"
     vocabulary = tmp_path / "tokenizer.json"
-    vocabulary.write_text(files("tensorferry.stages.processors").joinpath("bytelevel.json").read_text())
+    vocabulary.write_text(files("tensorferry.stages.tokenizer").joinpath("bytelevel.json").read_text())
     text = source.read_text()
     for key, value in (("path", tmp_path), ("vocabulary", vocabulary)):  # as its comment says
         text, changed = re.subn(rf"^  # {key}: \S+", f"  {key}: {value}", text, flags=re.MULTILINE)

@@ -29,9 +29,9 @@ from tensorferry.stages.processors.levels import CLIP_STD
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.processors.text import TextEncoder
 from tensorferry.stages.processors.video import padded, sampled
-from tensorferry.stages.prompt import Planner
+from tensorferry.stages.tokenizer.planner import Planner
+from tensorferry.stages.tokenizer.text import TextEncoder
 
 LIMITS = LimitsSpec()
 QWEN2, QWEN3 = Qwen2VLOptions(), Qwen2VLOptions(**QWEN3_VL)  # type: ignore[arg-type]

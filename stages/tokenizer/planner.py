@@ -15,9 +15,9 @@ from tensorferry.codecs.pool.publisher import Layout
 from tensorferry.codecs.tensors import nbytes_of
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.adapters.forms import Form
-from tensorferry.stages.precomputed import Precomputed, read_precomputed
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, Plan, Processor, plan
-from tensorferry.stages.processors.text import Rows, TextEncoder
+from tensorferry.stages.tokenizer.precomputed import Precomputed, read_precomputed
+from tensorferry.stages.tokenizer.text import Rows, TextEncoder
 
 MediaPart = wire.ImagePart | wire.VideoPart | wire.AnimationPart
 Source = Media | Precomputed  #: what an item is made of

@@ -24,8 +24,8 @@ from tensorferry.pipeline.recording.traffic import PRIVATE
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import header
-from tensorferry.stages.processors.text import TextEncoder
-from tensorferry.stages.prompt import Prompt
+from tensorferry.stages.tokenizer.planner import Prompt
+from tensorferry.stages.tokenizer.text import TextEncoder
 
 log = structlog.get_logger()
 

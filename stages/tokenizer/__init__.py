@@ -1,0 +1,1 @@
+"""The request owner: planning, processing and dispatching."""
