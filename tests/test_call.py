@@ -13,9 +13,9 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
-from tensorferry.stages.call import Call
-from tensorferry.stages.features import Features
-from tensorferry.stages.jobs import Job
+from tensorferry.stages.encoder.batch_call import Call
+from tensorferry.stages.encoder.features import Features
+from tensorferry.stages.encoder.job_queue import Job
 
 SIDE, WIDTH = 32, 1024  #: of an item: patches in each direction, and bytes of a patch
 ITEM_NBYTES = SIDE * SIDE * WIDTH

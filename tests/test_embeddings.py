@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import CODES, View, view_of
-from tensorferry.stages.embeddings import Content, EmbeddingCache
+from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache
 
 
 def content(number: int) -> Content:

@@ -25,7 +25,7 @@ from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out, split
-from tensorferry.stages.encoder import Encoder
+from tensorferry.stages.encoder.encoder import Encoder
 
 ME, SCHEDULER = 7, 8  #: epochs
 OWNER = wire.Origin("tokenizer", 0, 3)

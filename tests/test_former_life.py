@@ -11,7 +11,7 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.tensors import CODES
-from tensorferry.stages.encoder import Encoder
+from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.scheduler import Scheduler
 from tensorferry.stages.tokenizer.clients import Clients
 from tensorferry.stages.tokenizer.request import Life, Request

@@ -10,8 +10,8 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import CODES
-from tensorferry.stages.features import Features
-from tensorferry.stages.jobs import Job, Jobs
+from tensorferry.stages.encoder.features import Features
+from tensorferry.stages.encoder.job_queue import Job, Jobs
 
 ORIGIN = wire.Origin("tokenizer", 0, 3)
 FOR_EVER_S = 1e6

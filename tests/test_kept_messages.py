@@ -17,9 +17,9 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels.channels import Received
 from tensorferry.pipeline.client.client import Client
-from tensorferry.stages.encoder import Encoder
-from tensorferry.stages.features import Features
-from tensorferry.stages.jobs import Job, Jobs
+from tensorferry.stages.encoder.encoder import Encoder
+from tensorferry.stages.encoder.features import Features
+from tensorferry.stages.encoder.job_queue import Job, Jobs
 from tensorferry.stages.scheduler import Scheduler
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 from tensorferry.stages.tombstones import Tombstones

@@ -350,7 +350,7 @@ def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_the_key_nothing_of_it_is_imported() -> None:
     """In particular not where it is not installed."""
-    code = "import sys, tensorferry.stages.tokenizer.tokenizer, tensorferry.stages.encoder; print('opentelemetry' in sys.modules)"
+    code = "import sys, tensorferry.stages.tokenizer.tokenizer, tensorferry.stages.encoder.encoder; print('opentelemetry' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout == "False\n"
 

@@ -43,10 +43,10 @@ from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.base import ModelAdapter
 from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.assignment import owners
-from tensorferry.stages.call import Call, Made
-from tensorferry.stages.embeddings import Content, EmbeddingCache
-from tensorferry.stages.features import Features
-from tensorferry.stages.jobs import Job, Jobs
+from tensorferry.stages.encoder.batch_call import Call, Made
+from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache
+from tensorferry.stages.encoder.features import Features
+from tensorferry.stages.encoder.job_queue import Job, Jobs
 from tensorferry.stages.spans import of_call
 from tensorferry.stages.staging import stage
 from tensorferry.stages.threads import run_to_end

@@ -13,9 +13,9 @@ from tensorferry.codecs.pool.publisher import Draft, Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View
 from tensorferry.stages.adapters.base import Finish, ItemInfo, ModelAdapter
-from tensorferry.stages.embeddings import Content, EmbeddingCache, Outputs
-from tensorferry.stages.features import Features
-from tensorferry.stages.jobs import Job, JobItem
+from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache, Outputs
+from tensorferry.stages.encoder.features import Features
+from tensorferry.stages.encoder.job_queue import Job, JobItem
 from tensorferry.stages.staging import wait_ready
 
 

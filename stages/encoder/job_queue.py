@@ -12,8 +12,8 @@ from math import prod
 
 from tensorferry.codecs import messages as wire
 from tensorferry.stages.adapters.base import ItemInfo
-from tensorferry.stages.embeddings import Content, EmbeddingCache, Outputs
-from tensorferry.stages.features import Features
+from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache, Outputs
+from tensorferry.stages.encoder.features import Features
 
 
 @dataclass(frozen=True, slots=True)

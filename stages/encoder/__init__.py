@@ -1,0 +1,1 @@
+"""An encoder rank: queue, batches, embeddings."""
