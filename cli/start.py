@@ -52,7 +52,7 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         raise ConfigError(str(file), None, "", problem)
     if deployment.transport == "auto":  # under a supervisor that is not ours
         deployment = settle(deployment)
-    main = import_module(f"tensorferry.stages.{stage}").main
+    main = import_module(f"tensorferry.stages.{stage}.{stage}").main
 
     async def run(stop: Stop) -> None:
         with placing(file, settings):  # what processor, adapter or engine says of its options and files

@@ -12,7 +12,7 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.stages.engines.base import EngineRequest
-from tensorferry.stages.scheduler import Pending, Scheduler
+from tensorferry.stages.scheduler.scheduler import Pending, Scheduler
 from tensorferry.stages.tombstones import Tombstones
 from tensorferry.stages.watch import Watch
 

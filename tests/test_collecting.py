@@ -21,8 +21,8 @@ from tensorferry.codecs.tensors import CODES, View, view_of
 from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
-from tensorferry.stages.scheduler import Scheduler
-from tensorferry.stages.splice import check, contradiction, splice
+from tensorferry.stages.scheduler.scheduler import Scheduler
+from tensorferry.stages.scheduler.splice import check, contradiction, splice
 
 ME = 7  #: epoch
 OWNER, ENCODER, STRANGER = (wire.Origin("tokenizer", 0, 3), wire.Origin("encoder", 0, 5), wire.Origin("encoder", 0, 6))

@@ -41,7 +41,7 @@ from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.scheduler import Scheduler
+from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.tombstones import Tombstones
 
 NBYTES = 1 << 16

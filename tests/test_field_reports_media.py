@@ -43,7 +43,7 @@ from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import assign
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, plan, write
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.splice import check, contradiction
+from tensorferry.stages.scheduler.splice import check, contradiction
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMITS = LimitsSpec()

@@ -12,7 +12,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.tensors import CODES
 from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.scheduler import Scheduler
+from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.tokenizer.clients import Clients
 from tensorferry.stages.tokenizer.request import Life, Request
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer

@@ -32,10 +32,10 @@ from tensorferry.pipeline.peers.handshake import Peers
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.stage import Stage
-from tensorferry.stages import scheduler as scheduler_module
 from tensorferry.stages.adapters import fingerprint
 from tensorferry.stages.encoder import encoder as encoder_module
 from tensorferry.stages.processors.registry import make_processor
+from tensorferry.stages.scheduler import scheduler as scheduler_module
 from tensorferry.stages.tokenizer import tokenizer as tokenizer_module
 
 IMAGES = Path(__file__).parent / "data" / "images"

@@ -31,7 +31,7 @@ from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.engines import registry
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.splice import Answer
+from tensorferry.stages.scheduler.splice import Answer
 from tensorferry.stages.tokenizer.text import Rows, TextEncoder
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")

@@ -20,7 +20,7 @@ from tensorferry.pipeline.client.client import Client
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
-from tensorferry.stages.scheduler import Scheduler
+from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 from tensorferry.stages.tombstones import Tombstones
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.run_process import Stop, run_process
-from tensorferry.stages import scheduler
+from tensorferry.stages.scheduler import scheduler
 
 deployment = load(Path(sys.argv[1]))
 

@@ -33,7 +33,7 @@ from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import Stage, opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
-from tensorferry.stages.splice import Answer, check, contradiction, splice
+from tensorferry.stages.scheduler.splice import Answer, check, contradiction, splice
 from tensorferry.stages.staging import unready, wait_ready
 from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tombstones import Tombstones

@@ -1,0 +1,1 @@
+"""A scheduler rank: collects embeddings and feeds the engine."""
