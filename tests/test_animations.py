@@ -22,11 +22,11 @@ from tensorferry.pipeline.client import prompt_parts
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors import image as images
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Plan, plan, write
-from tensorferry.stages.processors.footage import Footage, footage_of
-from tensorferry.stages.processors.headers.animations import MOST_PICTURES, Animation, read_animation
-from tensorferry.stages.processors.headers.bitmaps import table_nbytes
-from tensorferry.stages.processors.headers.formats import read_container
+from tensorferry.stages.processors.image_headers.animations import MOST_PICTURES, Animation, read_animation
+from tensorferry.stages.processors.image_headers.formats import read_container
+from tensorferry.stages.processors.image_headers.gif_webp import table_nbytes
 from tensorferry.stages.processors.registry import make_processor
+from tensorferry.stages.processors.video_frames import Footage, footage_of
 
 LIMITS = LimitsSpec()
 KINDS = ("GIF", "PNG", "WEBP")

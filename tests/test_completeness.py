@@ -15,9 +15,9 @@ from PIL import Image
 
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia
-from tensorferry.stages.processors.footage import footage_of
-from tensorferry.stages.processors.headers.exif import read_directory
 from tensorferry.stages.processors.image import header, upright_rgb
+from tensorferry.stages.processors.image_headers.exif import read_directory
+from tensorferry.stages.processors.video_frames import footage_of
 
 LIMITS = LimitsSpec()
 ROOT = Path(__file__).parents[1]

@@ -17,8 +17,8 @@ from PIL import Image, ImageOps
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors import image as image_module
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.container import UPRIGHT
 from tensorferry.stages.processors.image import ImageHeader, header, upright_rgb
+from tensorferry.stages.processors.image_headers.container import UPRIGHT
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "images"

@@ -18,8 +18,8 @@ from PIL import Image
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors import image as image_module
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.formats import read_container
 from tensorferry.stages.processors.image import header, upright, upright_rgb
+from tensorferry.stages.processors.image_headers.formats import read_container
 
 MALFORMED = Path(__file__).parent / "data" / "malformed"
 LIMITS = LimitsSpec()

@@ -17,7 +17,7 @@ from PIL import Image
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of
 from tensorferry.pipeline.deployment.load import LimitsSpec
-from tensorferry.stages.processors import on_gpu
+from tensorferry.stages.processors import gpu_patches
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write
 from tensorferry.stages.processors.image import upright
 from tensorferry.stages.processors.kimi_k25 import KimiK25Processor, canvas_of
@@ -154,7 +154,7 @@ def test_bfloat16_is_float32_rounded() -> None:
 @pytest.mark.parametrize("size", [(50, 30), (56, 28), (2100, 1900)])
 def test_a_gpu_makes_the_same(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arithmetic, run by torch on the host."""
-    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(gpu_patches, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     by, data = processor(), png(noise(9, 7).resize(size, Image.Resampling.BICUBIC))
     planned, host, hashed = written(by, data)
@@ -185,7 +185,7 @@ def test_equal_bytes_of_another_size_have_another_hash() -> None:
 
 def test_where_a_gpu_resizes_the_size_is_in_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the hash is over the pixels before they are resized."""
-    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(gpu_patches, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     data, hashes = png(Image.new("RGB", (112, 56), (90, 90, 90))), []
     for most in (8, 32, 64):

@@ -20,9 +20,9 @@ from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.deployment.load import LimitsSpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.animations import read_animation
-from tensorferry.stages.processors.headers.formats import read_container
 from tensorferry.stages.processors.image import header
+from tensorferry.stages.processors.image_headers.animations import read_animation
+from tensorferry.stages.processors.image_headers.formats import read_container
 
 LIMITS = LimitsSpec()
 MIB = 1 << 20

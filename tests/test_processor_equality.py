@@ -17,7 +17,7 @@ from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors.base import Clip, plan, write
 from tensorferry.stages.processors.image import upright
-from tensorferry.stages.processors.levels import NORMALISATIONS
+from tensorferry.stages.processors.normalise import NORMALISATIONS
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
 from tensorferry.stages.processors.registry import make_processor
 

@@ -21,7 +21,7 @@ from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors.base import BadMedia, Plan, Processor
-from tensorferry.stages.processors.levels import CLIP_MEAN, CLIP_STD, bfloat16_bits
+from tensorferry.stages.processors.normalise import CLIP_MEAN, CLIP_STD, bfloat16_bits
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 from tensorferry.stages.processors.registry import BUILT_IN, check_processor, make_processor
 

@@ -23,13 +23,13 @@ from tensorferry.pipeline.client.prompt_parts import Video
 from tensorferry.pipeline.deployment.load import LimitsSpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
-from tensorferry.stages.processors import on_gpu
+from tensorferry.stages.processors import gpu_patches
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write
-from tensorferry.stages.processors.levels import CLIP_STD
+from tensorferry.stages.processors.frame_sampling import padded, sampled
+from tensorferry.stages.processors.normalise import CLIP_STD
 from tensorferry.stages.processors.options import QWEN3_VL, Qwen2VLOptions
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.processors.video import padded, sampled
 from tensorferry.stages.tokenizer.planner import Planner
 from tensorferry.stages.tokenizer.text import TextEncoder
 
@@ -234,7 +234,7 @@ def test_frames_of_equal_bytes_and_another_grid_have_another_hash(monkeypatch: p
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Clip | bytes], bytes]:
     """Writes to what is taken for GPU memory, and returns the content hash."""
-    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(gpu_patches, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
     def hashed(by: Any, media: Clip | bytes) -> bytes:
@@ -261,7 +261,7 @@ def test_where_a_gpu_resizes_a_video_is_the_same_to_one_level(
     width: int, height: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its arithmetic, run by torch on the host; `gpu/test_stages.py` has it on a GPU. 112 x 56 needs no resize."""
-    monkeypatch.setattr(on_gpu, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
+    monkeypatch.setattr(gpu_patches, "pinned_copy", lambda data: torch.from_numpy(data.copy()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     by = processor(video_min_pixels=3136)
     coarse = [noise(5, 5, seed).resize((width, height), Image.Resampling.BICUBIC) for seed in range(5)]

@@ -15,8 +15,8 @@ import io
 from PIL import Image, ImageChops
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers import jpeg, png, tiff
-from tensorferry.stages.processors.headers.container import Container
+from tensorferry.stages.processors.image_headers import jpeg, png, tiff
+from tensorferry.stages.processors.image_headers.container import Container
 
 MID_GRAY = (127, 128)  #: what libjpeg's colours are where it has no data; 127 where they are inverted
 NEAR = 3  #: how far the brightness of such a pixel may be from it, with chroma of its neighbours

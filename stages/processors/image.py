@@ -46,10 +46,10 @@ from PIL import (
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.completeness import check_complete
-from tensorferry.stages.processors.headers import tiff
-from tensorferry.stages.processors.headers.container import UPRIGHT, Container
-from tensorferry.stages.processors.headers.exif import ORIENTATION, exif_orientation
-from tensorferry.stages.processors.headers.formats import read_container
+from tensorferry.stages.processors.image_headers import tiff
+from tensorferry.stages.processors.image_headers.container import UPRIGHT, Container
+from tensorferry.stages.processors.image_headers.exif import ORIENTATION, exif_orientation
+from tensorferry.stages.processors.image_headers.formats import read_container
 
 # Set once, before any thread decodes; the limit that holds is LimitsSpec.item_pixels.
 Image.MAX_IMAGE_PIXELS = None

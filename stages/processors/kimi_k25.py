@@ -21,7 +21,7 @@ from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.plugin import read_options
 from tensorferry.stages.processors.base import BadMedia, Plan
 from tensorferry.stages.processors.image import header, upright
-from tensorferry.stages.processors.levels import CHANNELS, NORMALISATIONS, levels_of
+from tensorferry.stages.processors.normalise import CHANNELS, NORMALISATIONS, levels_of
 from tensorferry.stages.processors.options import KIMI_MERGE, KIMI_PATCH, KimiK25Options
 
 #: Pixels of a token's side.
@@ -62,7 +62,7 @@ class KimiK25Processor:
             pixels = np.asarray(_padded(resized, canvas))
             self._write_patches(pixels, out)
         else:
-            from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
+            from tensorferry.stages.processors.gpu_patches import write_patches  # which imports torch
 
             pixels = np.asarray(image)
             write_patches(pixels, size, out, KIMI_PATCH, 1, 1, *NORMALISATIONS[_NORMALISATION], canvas=canvas)

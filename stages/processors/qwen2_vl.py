@@ -21,11 +21,11 @@ from tensorferry.codecs.tensors import DTYPES, View
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.plugin import read_options
 from tensorferry.stages.processors.base import BadMedia, Plan, Video
-from tensorferry.stages.processors.footage import Footage, footage_of
+from tensorferry.stages.processors.frame_sampling import RULES, padded, resized_together, sampled
 from tensorferry.stages.processors.image import header, upright
-from tensorferry.stages.processors.levels import CHANNELS, NORMALISATIONS, levels_of
+from tensorferry.stages.processors.normalise import CHANNELS, NORMALISATIONS, levels_of
 from tensorferry.stages.processors.options import Qwen2VLOptions
-from tensorferry.stages.processors.video import RULES, padded, resized_together, sampled
+from tensorferry.stages.processors.video_frames import Footage, footage_of
 
 #: The longer side over the shorter, at most; Qwen2-VL refuses more.
 MAX_ASPECT = 200
@@ -194,7 +194,7 @@ class Qwen2VLProcessor:
         """
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
         if not out.on_host:
-            from tensorferry.stages.processors.on_gpu import write_patches  # which imports torch
+            from tensorferry.stages.processors.gpu_patches import write_patches  # which imports torch
 
             write_patches(pixels, size, out, patch, merge, frames, *NORMALISATIONS[self.options.normalisation], into)
             return

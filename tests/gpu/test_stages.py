@@ -27,7 +27,7 @@ from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.base import Clip
-from tensorferry.stages.processors.levels import CLIP_STD
+from tensorferry.stages.processors.normalise import CLIP_STD
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.bitmaps import blocks_end, table_nbytes
-from tensorferry.stages.processors.headers.container import Container
-from tensorferry.stages.processors.headers.png import read_png
-from tensorferry.stages.processors.headers.work import Work
+from tensorferry.stages.processors.image_headers.container import Container
+from tensorferry.stages.processors.image_headers.gif_webp import blocks_end, table_nbytes
+from tensorferry.stages.processors.image_headers.png import read_png
+from tensorferry.stages.processors.image_headers.work import Work
 
 MOST_PICTURES = 4096  #: of one file: as many as a message may have frames
 #: A picture that is to be shown for less than SHORTEST_MS is shown for DEFAULT_MS, as browsers do (Chromium's

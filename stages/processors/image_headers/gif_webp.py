@@ -5,9 +5,9 @@ from __future__ import annotations
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.headers.exif import exif_orientation
-from tensorferry.stages.processors.headers.work import Work
+from tensorferry.stages.processors.image_headers.container import UPRIGHT, Container, xmp_orientation
+from tensorferry.stages.processors.image_headers.exif import exif_orientation
+from tensorferry.stages.processors.image_headers.work import Work
 
 
 def read_gif(view: memoryview) -> Container:

@@ -7,9 +7,9 @@ from struct import unpack_from
 import numpy as np
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.headers.exif import exif_orientation
-from tensorferry.stages.processors.headers.work import Work
+from tensorferry.stages.processors.image_headers.container import UPRIGHT, Container, xmp_orientation
+from tensorferry.stages.processors.image_headers.exif import exif_orientation
+from tensorferry.stages.processors.image_headers.work import Work
 
 #: Each scan of a progressive file goes over the whole picture, however few bytes it has, so a small file can
 #: hold minutes of work. Encoders write about ten.

@@ -13,9 +13,9 @@ from PIL import Image
 
 from tensorferry.pipeline.deployment.load import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Video
-from tensorferry.stages.processors.headers import png
-from tensorferry.stages.processors.headers.animations import Animation, read_animation
 from tensorferry.stages.processors.image import contained, decoded, explained, header, opened, upright
+from tensorferry.stages.processors.image_headers import png
+from tensorferry.stages.processors.image_headers.animations import Animation, read_animation
 
 Size = tuple[int, int]  #: width, height
 #: The pixels of all pictures of a video that are decoded, over those that one image may have.

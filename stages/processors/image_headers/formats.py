@@ -6,12 +6,12 @@ import re
 import struct
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.avif import read_avif
-from tensorferry.stages.processors.headers.bitmaps import read_gif, read_webp
-from tensorferry.stages.processors.headers.container import ACCEPTED, Container
-from tensorferry.stages.processors.headers.jpeg import read_jpeg
-from tensorferry.stages.processors.headers.png import read_png
-from tensorferry.stages.processors.headers.tiff import read_tiff
+from tensorferry.stages.processors.image_headers.avif import read_avif
+from tensorferry.stages.processors.image_headers.container import ACCEPTED, Container
+from tensorferry.stages.processors.image_headers.gif_webp import read_gif, read_webp
+from tensorferry.stages.processors.image_headers.jpeg import read_jpeg
+from tensorferry.stages.processors.image_headers.png import read_png
+from tensorferry.stages.processors.image_headers.tiff import read_tiff
 
 #: How a file starts -> who reads it. Each reader takes a memoryview of the file, walks it in bounded time
 #: and memory, and raises BadMedia for what is broken or excessive in it.

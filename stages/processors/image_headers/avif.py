@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.av1 import coded_pixels
-from tensorferry.stages.processors.headers.container import ACCEPTED, Container
-from tensorferry.stages.processors.headers.work import Work
+from tensorferry.stages.processors.image_headers.av1 import coded_pixels
+from tensorferry.stages.processors.image_headers.container import ACCEPTED, Container
+from tensorferry.stages.processors.image_headers.work import Work
 
 IN_FILE, IN_IDAT = 0, 1  #: where an item's bytes lie
 #: How often items are named, times how many there are: libavif searches its list of items, one by one, for each name. A

@@ -9,9 +9,9 @@ from functools import partial
 from struct import unpack_from
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.container import UPRIGHT, Container, xmp_orientation
-from tensorferry.stages.processors.headers.exif import exif_orientation
-from tensorferry.stages.processors.headers.work import Work
+from tensorferry.stages.processors.image_headers.container import UPRIGHT, Container, xmp_orientation
+from tensorferry.stages.processors.image_headers.exif import exif_orientation
+from tensorferry.stages.processors.image_headers.work import Work
 
 GRAY, COLOUR, PALETTE = 0, 2, 3
 #: Colour type -> (channels, bit depths there are).

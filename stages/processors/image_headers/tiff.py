@@ -8,9 +8,9 @@ from struct import pack
 from PIL.TiffImagePlugin import TiffImageFile
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers import jpeg
-from tensorferry.stages.processors.headers.container import MAX_XMP_NBYTES, Container
-from tensorferry.stages.processors.headers.exif import MAX_FIELDS, read_directory
+from tensorferry.stages.processors.image_headers import jpeg
+from tensorferry.stages.processors.image_headers.container import MAX_XMP_NBYTES, Container
+from tensorferry.stages.processors.image_headers.exif import MAX_FIELDS, read_directory
 
 #: Values of one field of numbers, such as the strips of a picture: each becomes Python objects in Pillow, a hundred
 #: times its size in the file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tensorferry.stages.processors.base import BadMedia
-from tensorferry.stages.processors.headers.work import Work
+from tensorferry.stages.processors.image_headers.work import Work
 
 SEQUENCE_HEADER = 1
 #: A sequence header is shorter than this unless it describes 32 operating points with full timing.

@@ -1,0 +1,1 @@
+"""What an image file says of itself, read without decoding it."""
