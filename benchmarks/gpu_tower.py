@@ -28,10 +28,10 @@ from benchmarks.results import Measurement, Outcome, Verdict, measurement, speed
 from benchmarks.tables import table
 from tensorferry.pipeline.deployment.load import ModelSpec
 from tensorferry.stages.adapters.attention import Stretches
-from tensorferry.stages.adapters.packed import Packed, Packing
+from tensorferry.stages.adapters.grid_tables import Grid
+from tensorferry.stages.adapters.packed_forward import Packed, Packing
 from tensorferry.stages.adapters.qwen3_vl import FAMILY
 from tensorferry.stages.adapters.rotary import Angles
-from tensorferry.stages.adapters.tables import Grid
 from tensorferry.stages.adapters.tower import Tower
 
 THEIRS, TABLES = "transformers", "transformers, given our tables"

@@ -20,7 +20,7 @@ from tensorferry.pipeline.deployment.load import ModelSpec
 from tensorferry.stages.adapters import registry, rotary, tower
 from tensorferry.stages.adapters.attention import attend, stretches_of
 from tensorferry.stages.adapters.base import WarmsUp
-from tensorferry.stages.adapters.packed import Packed
+from tensorferry.stages.adapters.packed_forward import Packed
 from tensorferry.stages.adapters.rotary import angles_of, turned
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")

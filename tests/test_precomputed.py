@@ -26,7 +26,7 @@ from tensorferry.pipeline.client.prompt_parts import Embeddings, Part, on_wire
 from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, ModelSpec, load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.base import ItemInfo
-from tensorferry.stages.adapters.forms import Form
+from tensorferry.stages.adapters.embedding_form import Form
 from tensorferry.stages.adapters.registry import embedding_form, make_adapter
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.tokenizer.planner import Planner, Prompt

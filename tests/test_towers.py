@@ -25,7 +25,7 @@ from tensorferry.pipeline.deployment.load import ModelSpec, load
 from tensorferry.stages import plugin
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
-from tensorferry.stages.adapters.tables import TableCache, Tables, joined
+from tensorferry.stages.adapters.grid_tables import TableCache, Tables, joined
 from tensorferry.stages.processors.registry import make_processor
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")

@@ -17,7 +17,7 @@ from tensorferry.codecs.errors import BadItem, BadTensor
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.deployment.load import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
-from tensorferry.stages.adapters.grids import check_grid
+from tensorferry.stages.adapters.grid_checks import check_grid
 from tensorferry.stages.adapters.options import PatchVitOptions
 from tensorferry.stages.plugin import read_options
 from tensorferry.stages.weights import read_weights, seeded_weights

@@ -18,9 +18,9 @@ from tensorferry.pipeline.deployment.load import ModelSpec
 from tensorferry.stages.adapters.architecture import Qwen3Vision
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
-from tensorferry.stages.adapters.packed import Block, Packing
+from tensorferry.stages.adapters.grid_tables import Tables
+from tensorferry.stages.adapters.packed_forward import Block, Packing
 from tensorferry.stages.adapters.rotary import Angles, angles_of, turned
-from tensorferry.stages.adapters.tables import Tables
 from tensorferry.stages.adapters.tower import QWEN_PREFIXES, Family, Tower, make_rotary
 
 

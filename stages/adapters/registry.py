@@ -9,7 +9,7 @@ from typing import Any
 from tensorferry.pipeline.deployment.load import ModelSpec, Spec
 from tensorferry.stages.adapters.architecture import KimiVision, Qwen3Vision, Qwen25Vision
 from tensorferry.stages.adapters.base import ModelAdapter, WarmsUp
-from tensorferry.stages.adapters.forms import (
+from tensorferry.stages.adapters.embedding_form import (
     Form,
     fingerprint_form,
     patch_vit_form,

@@ -19,11 +19,11 @@ from tensorferry.pipeline.deployment.load import ModelSpec
 from tensorferry.stages.adapters.architecture import Vision, read_vision
 from tensorferry.stages.adapters.attention import takes_unequal
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
-from tensorferry.stages.adapters.grids import check_grid
+from tensorferry.stages.adapters.grid_checks import check_grid
+from tensorferry.stages.adapters.grid_tables import Grid, TableCache, Tables, joined
 from tensorferry.stages.adapters.options import PackedOptions, TowerOptions
-from tensorferry.stages.adapters.packed import Packed, Packing
+from tensorferry.stages.adapters.packed_forward import Packed, Packing
 from tensorferry.stages.adapters.rotary import has_kernel
-from tensorferry.stages.adapters.tables import Grid, TableCache, Tables, joined
 from tensorferry.stages.plugin import bad_config, read_options
 from tensorferry.stages.weights import read_weights, seeded_weights
 

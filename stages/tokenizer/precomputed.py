@@ -13,7 +13,7 @@ from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.pool.publisher import Layout
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client.prompt_parts import MODALITIES
-from tensorferry.stages.adapters.forms import Form
+from tensorferry.stages.adapters.embedding_form import Form
 from tensorferry.stages.processors.base import BadMedia, Plan
 
 #: The grid of an item that has no patches, so no owner among the encoder ranks.

@@ -20,7 +20,7 @@ from tensorferry.codecs.tensors import View, view_of
 from tensorferry.pipeline.deployment.load import ModelSpec
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
-from tensorferry.stages.adapters.packed import Packed
+from tensorferry.stages.adapters.packed_forward import Packed
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
 from tensorferry.stages.adapters.kimi_k25 import FAMILY as KIMI
