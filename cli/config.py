@@ -22,8 +22,8 @@ from tensorferry.stages.adapters.registry import (
     import_adapter,
     supports_cuda_vmm_feature_transport,
 )
+from tensorferry.stages.compatibility import check_pairs
 from tensorferry.stages.engines.registry import check_engine, check_engine_name, import_engine
-from tensorferry.stages.pairing import check_pairs
 from tensorferry.stages.processors.registry import (
     check_processor,
     check_processor_name,

@@ -12,9 +12,9 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.stages.engines.base import EngineRequest
+from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.scheduler.scheduler import Pending, Scheduler
-from tensorferry.stages.tombstones import Tombstones
-from tensorferry.stages.watch import Watch
 
 REQUEST = bytes(16)
 OWNER = wire.Origin("tokenizer", 0, 3)

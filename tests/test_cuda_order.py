@@ -41,8 +41,8 @@ from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
+from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.scheduler.scheduler import Scheduler
-from tensorferry.stages.tombstones import Tombstones
 
 NBYTES = 1 << 16
 DEVICE_POINTER = 0x3000

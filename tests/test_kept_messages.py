@@ -20,9 +20,9 @@ from tensorferry.pipeline.client.client import Client
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
+from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
-from tensorferry.stages.tombstones import Tombstones
 
 EPOCH = 7
 ORIGIN = wire.Origin("tokenizer", 0, EPOCH)

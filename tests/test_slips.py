@@ -22,8 +22,8 @@ from tensorferry.pipeline.client.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.engines.base import EngineResult
+from tensorferry.stages.off_loop import run_to_end
 from tensorferry.stages.scheduler.splice import Answer
-from tensorferry.stages.threads import run_to_end
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 60.0

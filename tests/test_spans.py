@@ -32,8 +32,8 @@ from tensorferry.pipeline.telemetry import span_exporter as spans
 from tensorferry.pipeline.telemetry import traceparent
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.pipeline.telemetry.span_exporter import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
+from tensorferry.stages.request_spans import Ended, new_context
 from tensorferry.stages.scheduler.splice import splice
-from tensorferry.stages.spans import Ended, new_context
 
 service = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="pip install 'tensorferry[otel]'"

@@ -16,7 +16,7 @@ from tensorferry.codecs.messages import Inline, Proxy
 from tensorferry.codecs.pool.pool import Lease, Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
-from tensorferry.stages.staging import stage, unready, wait_ready
+from tensorferry.stages.gpu_wait import stage, unready, wait_ready
 
 DEADLINE_S = 20.0
 

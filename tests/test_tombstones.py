@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tensorferry.stages import tombstones as module
-from tensorferry.stages.tombstones import Tombstones
+from tensorferry.stages import finished_requests as module
+from tensorferry.stages.finished_requests import Tombstones
 
 
 class Clock:

@@ -19,7 +19,7 @@ from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.telemetry.counters import Counters
-from tensorferry.stages.watch import BLOCKED_S, Watch
+from tensorferry.stages.loop_watch import BLOCKED_S, Watch
 
 DEADLINE_S = 60.0
 HELD_S = 2.5 * BLOCKED_S

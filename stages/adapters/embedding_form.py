@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tensorferry.pipeline.deployment.load import ModelSpec
 from tensorferry.stages.adapters.architecture import Vision, read_vision
 from tensorferry.stages.adapters.options import FingerprintOptions, PackedOptions, PatchVitOptions, TowerOptions
-from tensorferry.stages.patches import Patches
+from tensorferry.stages.patch_layout import Patches
 from tensorferry.stages.plugin import read_options
 
 TINY_WIDTH = 64  #: of a tower made with the option `tiny`

@@ -24,7 +24,7 @@ from tensorferry.stages.adapters.options import (
     TextOnlyOptions,
     TowerOptions,
 )
-from tensorferry.stages.patches import Patches
+from tensorferry.stages.patch_layout import Patches
 from tensorferry.stages.plugin import bad_config, blamed, check_reference, import_class, read_options, require
 
 

@@ -16,7 +16,7 @@ from tensorferry.stages.adapters.base import Finish, ItemInfo, ModelAdapter
 from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache, Outputs
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, JobItem
-from tensorferry.stages.staging import wait_ready
+from tensorferry.stages.gpu_wait import wait_ready
 
 
 @dataclass(slots=True)

@@ -47,11 +47,11 @@ from tensorferry.stages.encoder.batch_call import Call, Made
 from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
-from tensorferry.stages.spans import of_call
-from tensorferry.stages.staging import stage
-from tensorferry.stages.threads import run_to_end
-from tensorferry.stages.tombstones import Tombstones
-from tensorferry.stages.watch import Watch
+from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.gpu_wait import stage
+from tensorferry.stages.loop_watch import Watch
+from tensorferry.stages.off_loop import run_to_end
+from tensorferry.stages.request_spans import of_call
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tensorferry.pipeline.deployment.load import LimitsSpec
-from tensorferry.stages.patches import Patches
+from tensorferry.stages.patch_layout import Patches
 from tensorferry.stages.plugin import bad_config, blamed, check_reference, import_class, read_options
 from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.options import QWEN3_VL, KimiK25Options, Qwen2VLOptions

@@ -33,11 +33,11 @@ from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import Stage, opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
+from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.gpu_wait import unready, wait_ready
+from tensorferry.stages.loop_watch import Watch
+from tensorferry.stages.off_loop import run_to_end
 from tensorferry.stages.scheduler.splice import Answer, check, contradiction, splice
-from tensorferry.stages.staging import unready, wait_ready
-from tensorferry.stages.threads import run_to_end
-from tensorferry.stages.tombstones import Tombstones
-from tensorferry.stages.watch import Watch
 
 log = structlog.get_logger()
 

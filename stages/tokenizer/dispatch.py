@@ -17,13 +17,13 @@ from tensorferry.codecs.pool.publisher import Draft, Layout
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.stages.assignment import owners
+from tensorferry.stages.gpu_wait import stage
+from tensorferry.stages.loop_watch import Watch
+from tensorferry.stages.off_loop import run_to_end
 from tensorferry.stages.processors.base import BadMedia, Processor, write
-from tensorferry.stages.staging import stage
-from tensorferry.stages.threads import run_to_end
 from tensorferry.stages.tokenizer.planner import Prompt
 from tensorferry.stages.tokenizer.precomputed import NO_HASH, Precomputed
 from tensorferry.stages.tokenizer.request import Life, Request
-from tensorferry.stages.watch import Watch
 
 LOOK_AGAIN_S = 0.002
 GROWN_S = 0.0005  #: making a chunk takes about twice as long

@@ -35,10 +35,12 @@ from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
+from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.loop_watch import Watch
+from tensorferry.stages.off_loop import run_to_end
 from tensorferry.stages.processors.base import Processor
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.spans import Ended, new_context
-from tensorferry.stages.threads import run_to_end
+from tensorferry.stages.request_spans import Ended, new_context
 from tensorferry.stages.tokenizer.admission import Load, Overload, Rate
 from tensorferry.stages.tokenizer.clients import Clients
 from tensorferry.stages.tokenizer.dispatch import Dispatch
@@ -47,8 +49,6 @@ from tensorferry.stages.tokenizer.planner import Planner, Prompt
 from tensorferry.stages.tokenizer.request import Life, Reported, Request
 from tensorferry.stages.tokenizer.text import TextEncoder
 from tensorferry.stages.tokenizer.traffic_recorder import Recorder
-from tensorferry.stages.tombstones import Tombstones
-from tensorferry.stages.watch import Watch
 
 log = structlog.get_logger()
 
