@@ -61,7 +61,7 @@ fuzz: $(STAMP)  ## a million malformed messages at every socket beside good traf
 	$(BIN)/python -m benchmarks.fuzz $(if $(SEED),--seed $(SEED))
 
 protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seeds; then faults planted in the product, each to be found
-	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/test_death.py
+	TENSORFERRY_PROTOCOL=long $(BIN)/python -m pytest -s tests/protocol tests/codecs/pool/test_process_death.py
 	$(BIN)/python -m benchmarks.mutants
 
 clean:  ## remove what the targets made

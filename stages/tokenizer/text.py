@@ -23,7 +23,8 @@ VISION_START, IMAGE_PAD, VISION_END = PLACEHOLDERS = ("<|vision_start|>", "<|ima
 VIDEO_PAD = "<|video_pad|>"
 #: What a token that a model itself lists is called where it stands for no text: Qwen's, Llama's and BERT's ways.
 _CONTROL = re.compile(r"<\|.+\|>|</?s>|<(?:unk|pad|bos|eos|mask)>|\[(?:UNK|PAD|CLS|SEP|MASK)\]")
-#: One token a byte of UTF-8, id = byte, then the placeholders. `tests/test_text.py` makes it anew and compares.
+#: One token a byte of UTF-8, id = byte, then the placeholders. `tests/stages/tokenizer/test_text.py` makes it anew and
+#: compares.
 BUNDLED = "bytelevel.json"
 
 

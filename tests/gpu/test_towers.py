@@ -167,7 +167,7 @@ def test_numbers_are_those_of_transformers(made: Callable[..., Made], family: st
 def test_kimi_s_numbers_are_those_of_the_host(
     made: Callable[..., Made], dtype: str, no_host_waits: Callable[..., AbstractContextManager[Any]]
 ) -> None:
-    """Which are transformers', as `tests/test_kimi_k25.py` shows."""
+    """Which are transformers', as `tests/stages/adapters/test_kimi_k25.py` shows."""
     one = made("kimi-k25", dtype=dtype)
     rounded = copy.deepcopy(one.tower.model).cpu()
     exact = copy.deepcopy(rounded).float()

@@ -1,4 +1,4 @@
-"""Where the lives of `test_death.py` come from: `zygote.py DESCRIPTOR`.
+"""Where the lives of `test_process_death.py` come from: `zygote.py DESCRIPTOR`.
 
 Imports once what they need, has one thread and no pool, and forks: a life then costs milliseconds instead of the
 third of a second that an interpreter takes. A request is msgpack of a `Birth` with its descriptors; the answer is the

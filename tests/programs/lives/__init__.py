@@ -1,1 +1,1 @@
-"""The producers and consumers whose deaths `test_death.py` arranges."""
+"""The producers and consumers whose deaths `test_process_death.py` arranges."""

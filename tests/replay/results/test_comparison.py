@@ -1,0 +1,286 @@
+"""Runs side by side: intervals that hold what they should, repeats put together, and no verdict without grounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from tensorferry.cli import sweep
+from tensorferry.cli.main import main
+from tensorferry.replay.results import confidence
+from tensorferry.replay.results.comparison import compare, find_runs, grouped
+
+MakeRun = Callable[..., Path]
+LOCAL = Path(__file__).parents[3] / "configs" / "local-fingerprint.yaml"
+TRACE = Path(__file__).parents[2] / "data" / "traces" / "servegen.jsonl"
+
+
+def cli(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+# --- intervals --------------------------------------------------------------------------------------------------
+
+
+def test_a_quantile_is_the_pooled_one() -> None:
+    runs = [np.array([3.0, 1.0]), np.array([2.0, 4.0, 5.0])]
+    assert [confidence.quantile(runs, part).value for part in (0.2, 0.5, 0.99)] == [1, 3, 5]
+
+
+def test_the_draws_of_a_quantile_are_those_of_drawing_every_request() -> None:
+    """One random number for a draw, by its law, beside drawing n requests and sorting them."""
+    random = np.random.default_rng(3)
+    values = random.exponential(1.0, 300)
+    short = confidence.quantile([values], 0.9, seed=1, count=4000).draws
+    long = np.sort(random.choice(values, (4000, 300)), axis=1)[:, 269]
+    assert short.mean() == pytest.approx(long.mean(), rel=0.01)
+    assert short.std() == pytest.approx(long.std(), rel=0.05)
+
+
+@pytest.mark.parametrize("runs", [1, 5])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(runs: int) -> None:
+    """Of 200 experiments at least 9 in 10, for 95 %: five runs are few, and each is a little faster or slower."""
+    random = np.random.default_rng(11)
+    held = 0
+    for experiment in range(200):
+        pace = np.exp(random.normal(0, 0.1 if runs > 1 else 0, runs))
+        data = [random.exponential(1.0, 150) * one for one in pace]
+        estimate = confidence.quantile(data, 0.5, seed=experiment, count=300).estimate
+        assert estimate.low is not None
+        assert estimate.high is not None
+        held += estimate.low <= np.log(2) <= estimate.high
+    assert 180 <= held <= 199
+
+
+def test_one_run_says_nothing_of_other_runs() -> None:
+    assert confidence.mean([3.0]).estimate == confidence.Estimate(3.0)
+    assert confidence.share([1], [4]).estimate == confidence.Estimate(0.25)
+    assert confidence.mean([3.0]).relative_to(confidence.mean([2.0])) == confidence.Estimate(0.5)
+    assert confidence.mean([3.0]).relative_to(confidence.mean([0.0])) is None
+
+
+def test_equal_seeds_give_equal_intervals() -> None:
+    runs = [np.arange(50.0), np.arange(60.0)]
+    assert confidence.quantile(runs, 0.9, 4).estimate == confidence.quantile(runs, 0.9, 4).estimate
+
+
+# --- runs -------------------------------------------------------------------------------------------------------
+
+
+def config(budget_mb: int, name: str = "a") -> dict[str, Any]:
+    return {"name": name, "runtime_dir": f"/run/{name}", "pool": {"budget_mb": budget_mb, "slots": 9}}
+
+
+def noisy(around_ms: float, seed: int) -> Sequence[float]:
+    return np.random.default_rng(seed).normal(around_ms, 5, 40).tolist()
+
+
+@pytest.fixture
+def four_runs(make_run: MakeRun, tmp_path: Path) -> Path:
+    """Two with 256 MiB, and two with 64, that are slower and half of whose items fall back."""
+    for number in (1, 2):
+        make_run(tmp_path / "a" / str(number), noisy(100, number), config=config(256, f"n{number}"))
+        make_run(tmp_path / "b" / str(number), noisy(150, number), config=config(64), inline=range(0, 40, 2))
+    return tmp_path
+
+
+def test_repeats_are_put_together_and_named_by_what_differs(four_runs: Path) -> None:
+    """Names and folders of a deployment differ too, and make no other way of running."""
+    groups = grouped(find_runs([four_runs]))
+    assert [(group.name, len(group.runs)) for group in groups] == [("pool.budget_mb=256", 2), ("pool.budget_mb=64", 2)]
+
+
+def test_a_difference_that_is_there_is_told_with_its_direction(four_runs: Path) -> None:
+    first, second = compare(grouped(find_runs([four_runs]))).lines
+    assert first.values["p50"].change is None
+    change = second.values["p50"].change
+    assert change is not None
+    assert change.value == pytest.approx(0.5, abs=0.05)
+    verdicts = {key: value.verdict for key, value in second.values.items()}
+    assert verdicts["p50"] == "worse"
+    assert second.values["fallbacks"].estimate.value == 0.5
+    assert (first.values["fallbacks"].estimate.value, verdicts["fallbacks"]) == (0, "")
+
+
+def test_equal_runs_get_no_verdict(make_run: MakeRun, tmp_path: Path) -> None:
+    for number in range(3):
+        make_run(tmp_path / f"a{number}", noisy(100, number), config=config(1))
+        make_run(tmp_path / f"b{number}", noisy(100, 10 + number), config=config(2))
+    groups = grouped(find_runs([tmp_path]))
+    assert [group.name for group in groups] == ["pool.budget_mb=1", "pool.budget_mb=2"]
+    for line in compare(groups).lines:
+        assert not [key for key, value in line.values.items() if value.verdict]
+
+
+def test_what_makes_runs_hard_to_compare_is_said(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [10, 20])
+    make_run(tmp_path / "b", [10, 20], speed="2")
+    path = tmp_path / "b" / "summary.json"
+    path.write_text(path.read_text().replace("ab" * 32, "ef" * 32).replace('"degraded": false', '"degraded": true'))
+    groups = grouped(find_runs([tmp_path]))
+    assert [group.name for group in groups] == ["--speed=1", "--speed=2"]
+    said = "\n".join(compare(groups).warnings)
+    for part in ("different traces", "b: DEGRADED", "repeat it", "p99 of 2 latencies is their maximum"):
+        assert part in said, part
+
+
+def test_runs_without_an_answer_are_compared_by_what_they_have(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [10, 20])
+    make_run(tmp_path / "b", [10, 20], failed=(0, 1), config={"transport": "cpu"})
+    result = cli("compare", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "100.00 %" in result.stdout
+
+
+# --- the commands -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plots")
+def test_compare_prints_a_table_or_json_and_writes_a_page(four_runs: Path, tmp_path: Path) -> None:
+    html = tmp_path / "compare.html"
+    result = cli("compare", four_runs / "a", four_runs / "b", "--html", html)
+    assert result.exit_code == 0, result.output
+    for part in ("latency p99", "pool.budget_mb=64", "worse", "50.00 %"):
+        assert part in result.stdout, part
+    page = html.read_text()
+    assert page.count("<svg") == 6
+    assert "&lt;" not in page.split("</style>")[1]  # nothing was escaped twice
+    lines = json.loads(cli("compare", four_runs, "--json").stdout)["lines"]
+    assert [len(line["folders"]) for line in lines] == [2, 2]
+
+
+def test_compare_refuses_a_folder_without_runs(tmp_path: Path) -> None:
+    result = cli("compare", tmp_path)
+    assert result.exit_code == 1
+    assert "no run is in it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ("a.b=1,2", ["a.b=1", "a.b=2"]),
+        ("a=x", ["a=x"]),
+        ("a=[0,1],[2]", ["a=[0,1]", "a=[2]"]),
+        ("a='x,y',z", ["a='x,y'", "a=z"]),
+        ("a={b: 1, c: 2}", ["a={b: 1, c: 2}"]),
+        ("a=,1", ["a=", "a=1"]),
+    ],
+)
+def test_values_of_a_setting_are_separated_by_commas_outside_of_brackets(setting: str, found: list[str]) -> None:
+    assert sweep.alternatives(setting) == found
+
+
+def test_all_combinations_are_swept_in_order() -> None:
+    found = [cell.settings for cell in sweep.cells(("a=1,2", "b=x,y"))]
+    assert found == [("a=1", "b=x"), ("a=1", "b=y"), ("a=2", "b=x"), ("a=2", "b=y")]
+    assert [cell.name for cell in sweep.cells(())] == ["as it is"]
+
+
+def test_a_sweep_that_cannot_be_sound_runs_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ("sweep", TRACE, "--config", LOCAL, "--out", out, "--set")
+    assert cli(*asked, "pool.budget_mb").exit_code == 2
+    result = cli(*asked, "pool.budget_mb=64,lots")
+    assert result.exit_code == 2
+    assert "lots" in result.stderr
+    assert not out.exists()
+    out.mkdir()
+    (out / "x").touch()
+    assert "is not empty" in cli(*asked, "pool.budget_mb=64").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (("--nonsense",), 2, "No such option"),
+        (("--speed", "fast"), 2, "--speed"),
+        (("--out", "elsewhere"), 2, "--out cannot be an option of every replay"),
+        (("--set", "pool.budget_mb=1"), 2, "--set cannot be"),
+        (("--config", "other.yaml"), 2, "--config cannot be"),
+        (("--attach",), 2, "--attach cannot be"),
+        (("--dry-run",), 2, "--dry-run cannot be"),
+        (("--overwrite",), 2, "--overwrite cannot be"),
+        (("--rate", "3"), 1, "takes no rate"),
+    ],
+)
+def test_options_that_no_replay_can_have_are_refused_before_the_first(
+    tmp_path: Path, options: Sequence[str], status: int, said: str
+) -> None:
+    out = tmp_path / "out"
+    result = cli("sweep", TRACE, "--config", LOCAL, "--out", out, "--set", "pool.budget_mb=64", "--", *options)
+    assert (result.exit_code, said in result.stderr) == (status, True), result.output
+    assert not out.exists()
+
+
+def test_a_sweep_of_no_trace_runs_nothing(tmp_path: Path) -> None:
+    result = cli("sweep", __file__, "--config", LOCAL, "--out", tmp_path / "out")
+    assert (result.exit_code, "not a trace" in result.stderr) == (1, True), result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def runtime() -> Iterator[str]:
+    """A folder whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as path:
+        yield f"runtime_dir={path}/run"
+
+
+@pytest.mark.usefixtures("plots")
+def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: str) -> None:
+    """Real replays of real deployments."""
+    out = tmp_path / "out"
+    result = cli(
+        *("sweep", TRACE, "--config", LOCAL, "--set", "transport=shm,cpu", "--set", "encoder.ranks=1"),
+        *("--set", "timeouts.heartbeat_s=0.1", "--set", runtime, "--repeat", "1", "--out", out),
+        *("--", "--speed", "max", "--limit", "2"),
+    )
+    assert result.exit_code == 0, result.output + "".join(path.read_text() for path in out.rglob("*.log"))
+    assert [run.summary.run.transport for run in find_runs([out])] == ["shm", "cpu"]
+    assert "run 2 of 2: transport=cpu" in result.stdout
+    assert "2 ok of 2" in result.stdout
+    assert "latency p50" in result.stdout
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str, how: signal.Signals) -> None:
+    """Ctrl-C reaches the replay as well, and SIGTERM is handed on to it; it reports, and no further run begins."""
+    program = "import sys; from tensorferry.cli.main import main; sys.exit(main())"
+    asked = ["sweep", TRACE, "--config", LOCAL, "--repeat", "3", "--out", tmp_path / "out", "--set", "encoder.ranks=1"]
+    asked += ["--set", "model.adapter=fingerprint", "--set", runtime, "--", "--speed", "0.00001"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", program, *map(str, asked)], stdout=subprocess.PIPE, text=True, process_group=0
+    ) as sweeping:
+        try:
+            log = tmp_path / "out" / "01" / "1.log"
+            until = time.monotonic() + 40
+            while not (log.exists() and "requests done" in log.read_text()):  # said every five seconds
+                assert sweeping.poll() is None
+                assert time.monotonic() < until
+                threading.Event().wait(0.05)
+            if how == signal.SIGINT:
+                os.killpg(sweeping.pid, how)
+            else:
+                sweeping.send_signal(how)
+            said, _ = sweeping.communicate(timeout=40)
+        finally:
+            sweeping.kill()
+    assert "interrupted: no further runs" in said
+    assert sweeping.returncode in (3, 4)
+    assert len(find_runs([tmp_path / "out"])) == 1
