@@ -122,6 +122,8 @@ def command(
         )
     if len(visits) < read:
         less.insert(0, _left_out(len(visits), read, "or were not ok in the run" if run is not None else "or fail"))
+    if (limited := _limited(run)) is not None:
+        less.insert(0, limited)
     rules = rules_of(deployment)
     found = plan(visits, rules)
     answers = list(_answers(found))
@@ -194,6 +196,20 @@ def _left_out(planned: int, read: int, failed: str) -> str:
     """What a plan does not cover."""
     return (
         f"Planned {planned} of the {read} requests read: the others have no item for a pool, cannot be sent, {failed}."
+    )
+
+
+def _limited(run: Run | None) -> str | None:
+    """That a run was of a part of its trace, as a plan of it then is."""
+    if run is None:
+        return None
+    setup, outside = run.summary.run, run.summary.trace.outside
+    parts = [] if setup.limit is None else [f"--limit {setup.limit}"]
+    parts += [f"a window that left out {outside} requests"] if outside else []
+    if not parts:
+        return None
+    return (
+        f"The run was of a part of the trace ({' and '.join(parts)}): {run.summary.requests.read} requests were read."
     )
 
 

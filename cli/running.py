@@ -11,6 +11,7 @@ from tensorferry.codecs.errors import UNPLACED, ConfigError, all_of
 from tensorferry.pipeline.deployment.load import Deployment, placed
 from tensorferry.pipeline.deployment.running_settings import differences, told
 from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.stages.adapters.registry import takes_media
 
 REMEDY = "give the settings that it was started with, or stop it and start it with these"
 
@@ -22,7 +23,11 @@ def as_running(deployment: Deployment, file: Path, settings: Sequence[str]) -> D
     value is another than a running process has, with both values.
     """
     running = told(Runtime.of(deployment))
-    found = [ConfigError(UNPLACED, None, one.key, str(one)) for one in differences(deployment, running)]
+    # Of a model that takes text alone whoever starts the deployment makes no pools, whatever transport it names.
+    ours = (
+        deployment if takes_media(deployment.model.adapter) else msgspec.structs.replace(deployment, transport="auto")
+    )
+    found = [ConfigError(UNPLACED, None, one.key, str(one)) for one in differences(ours, running)]
     if found:
         found[-1] = ConfigError(UNPLACED, None, found[-1].key, f"{found[-1].problem}; {REMEDY}")  # once is enough
         raise all_of([placed(problem, file, settings) for problem in found])

@@ -4,8 +4,8 @@ A picture that was filled up shows it where it ends, so most are known to be who
 Only where these are what a decoder fills up with is the exact question asked, which costs about as much as decoding.
 
 Not found out: a JPEG of which less than one block of pixels is missing, or that has lost data in its middle; a
-progressive JPEG that lacks the end of its later scans only, which is blurred there; a JPEG with arithmetic coding;
-a TIFF of JPEG's first, abandoned form (compression 6).
+progressive JPEG whose first scan is whole, whatever its later scans lack, which is blurred; a JPEG with arithmetic
+coding; a TIFF of JPEG's first, abandoned form (compression 6).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -126,10 +126,16 @@ def made(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 
 @pytest.fixture(autouse=True)
-def float32_is_float32(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def float32_is_float32(torch: Any) -> Iterator[None]:
     """torch lets convolutions, and transformers' patch embedding is one, round their float32 operands to TF32."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    # Not by a patch: one of them has its attributes from `__getattr__`, and a patch would delete what it cannot see.
+    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = False
+    yield
+    for switch, allowed in zip(switches, before, strict=True):
+        switch.allow_tf32 = allowed
 
 
 def faults(made: Made, batch: str, exact: Outputs, near: Outputs) -> list[str]:

@@ -94,6 +94,28 @@ def test_what_attaches_with_other_settings_is_refused_with_both_values(up: Path,
     assert tensorferry(*submit, *other).returncode == 2
 
 
+def test_a_deployment_of_text_alone_is_attached_to_with_the_file_it_was_started_with(tmp_path: Path) -> None:
+    """It makes no pools, whatever transport its file names."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as runtime:
+        file = tmp_path / "text.yaml"
+        file.write_text(
+            f"name: text\nruntime_dir: {runtime}/run\ntransport: shm\nmodel: {{adapter: text-only}}\n"
+            "telemetry: {log_level: warning}\n"
+        )
+        command = [sys.executable, "-P", "-m", "tensorferry", "up", "--config", str(file)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert select.select([process.stdout], [], [], DEADLINE_S)[0]
+                assert "is ready" in process.stdout.readline()
+                answered = tensorferry("submit", "--config", file, "--text", "x")
+                process.terminate()
+                assert process.wait(DEADLINE_S) == 0
+            finally:
+                process.kill()
+    assert answered.returncode == 0, answered.stderr
+
+
 def test_where_no_settings_are_left_a_replay_says_that_none_were_compared(
     up: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

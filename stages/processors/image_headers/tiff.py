@@ -37,11 +37,15 @@ def read_tiff(view: memoryview) -> Container:
         raise BadMedia("a TIFF header of an unknown version")
     if directory.count > MAX_FIELDS:
         raise BadMedia(f"a TIFF directory of {directory.count} entries is not accepted; {MAX_FIELDS} are")
+    if directory.next + (8 if directory.big else 4) > len(view):
+        raise BadMedia(f"truncated: the TIFF's directory of {directory.count} entries runs over the end of the file")
     total = 0
     changes: list[tuple[int, bytes]] = []  # offset, what stands there instead
     for field in directory.fields():
         if field.count > MAX_VALUES and field.kind not in _BYTES:
             raise BadMedia(f"a TIFF with {field.count} values of tag {field.tag} is not accepted; {MAX_VALUES} are")
+        if field.value + field.nbytes > len(view):
+            raise BadMedia(f"truncated: the TIFF ends before the values of its tag {field.tag}")
         total += field.nbytes
         if total > len(view):
             raise BadMedia(f"truncated: the fields of the TIFF's directory are longer than the file, {len(view)} bytes")

@@ -298,3 +298,12 @@ def test_the_short_pictures_of_the_collection() -> None:
         else:
             with pytest.raises(BadMedia):
                 upright_rgb(path.read_bytes(), LIMITS)
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", None])
+def test_a_tiff_whose_directory_stands_at_its_end_is_refused_wherever_it_is_cut(compression: str | None) -> None:
+    data = encoded(PHOTO, "TIFF", compression=compression)
+    upright_rgb(data, LIMITS)
+    for cut in (1, 2, 4, 5, 12, 60, 120):
+        with pytest.raises(BadMedia, match=r"truncated|ends"):
+            upright_rgb(data[:-cut], LIMITS)
