@@ -21,7 +21,9 @@ IMAGE = ROOT / "tests" / "data" / "images" / "tiny_20x20.jpg"
 NAMED = re.compile(r"^```(?:python|yaml) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^\s*from tensorferry import (.+)$", re.MULTILINE)
 INNER = re.compile(r"tensorferry\.(?:codecs|pipeline|stages|cli)\b")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+TREE = "benchmarks|cli|codecs|configs|docs|examples|pipeline|replay|src|stages|tests"
+NAMED_PATH = re.compile(rf"`((?:{TREE})/[\w./-]*\w/?|[\w-]+\.py)[`:]|\]\(([\w./-]+)(?:#[^)]*)?\)")
 DEADLINE_S = 60.0
 
 pytestmark = pytest.mark.timeout(180)
@@ -105,6 +107,21 @@ def test_documents_name_no_inner_module(document: Path) -> None:
         assert INNER.findall(text) == []
     for names in IMPORT.findall(text):
         assert set(re.split(r",\s*", names.strip())) <= set(tensorferry.__all__)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_files_that_are_there(document: Path) -> None:
+    """A path stands for a place in the tree, a bare name for a file beside the document or anywhere in the product."""
+    if document.name == "CHANGELOG.md":  # it names files as they were called then
+        return
+    text = document.read_text(encoding="utf-8")
+    own = {name for name, _ in NAMED.findall(text)}
+    folders = ("benchmarks", "cli", "codecs", "docs", "pipeline", "replay", "stages", "tests")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*")} | own
+    for path, link in NAMED_PATH.findall(text):
+        named = path or link
+        if "NAME" not in named:
+            assert (ROOT / named).exists() or (document.parent / named).exists() or named in names, named
 
 
 def test_every_public_name_is_there_and_costs_nothing_before_it_is_asked_for() -> None:
