@@ -124,6 +124,16 @@ def test_documents_name_files_that_are_there(document: Path) -> None:
             assert (ROOT / named).exists() or (document.parent / named).exists() or named in names, named
 
 
+def test_every_code_in_the_name_of_a_test_is_explained() -> None:
+    explained = re.findall(r"^\| ([PLESRABC]\d+) \|", (ROOT / "docs/promises.md").read_text("utf-8"), re.MULTILINE)
+    assert len(set(explained)) == len(explained)
+    tests = [file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
+    named = [codes for test in tests for codes in re.findall(r"def test_((?:[plesrabc]\d+_)+)", test)]
+    assert len(named) > 100
+    used = {code.upper() for codes in named for code in codes.strip("_").split("_")}
+    assert used - set(explained) == set()
+
+
 def test_every_public_name_is_there_and_costs_nothing_before_it_is_asked_for() -> None:
     program = (
         "import sys, tensorferry\n"
