@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = (
     "codecs",
     "pipeline",
+    "replay",
     "stages",
     "cli",
     "configs",
