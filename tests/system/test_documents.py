@@ -20,8 +20,10 @@ ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "tests" / "data" / "images" / "tiny_20x20.jpg"
 NAMED = re.compile(r"^```(?:python|yaml) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^\s*from tensorferry import (.+)$", re.MULTILINE)
-INNER = re.compile(r"tensorferry\.(?:codecs|pipeline|stages|cli)\b")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+INNER = re.compile(r"tensorferry\.(?:codecs|pipeline|replay|stages|cli)\b")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+TREE = "benchmarks|cli|codecs|configs|docs|examples|pipeline|replay|src|stages|tests"
+NAMED_PATH = re.compile(rf"`((?:{TREE})/[\w./-]*\w/?|[\w-]+\.py)[`:]|\]\(([\w./-]+)(?:#[^)]*)?\)")
 DEADLINE_S = 60.0
 
 pytestmark = pytest.mark.timeout(180)
@@ -105,6 +107,31 @@ def test_documents_name_no_inner_module(document: Path) -> None:
         assert INNER.findall(text) == []
     for names in IMPORT.findall(text):
         assert set(re.split(r",\s*", names.strip())) <= set(tensorferry.__all__)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_files_that_are_there(document: Path) -> None:
+    """A path stands for a place in the tree, a bare name for a file beside the document or anywhere in the product."""
+    if document.name == "CHANGELOG.md":  # it names files as they were called then
+        return
+    text = document.read_text(encoding="utf-8")
+    own = {name for name, _ in NAMED.findall(text)}
+    folders = ("benchmarks", "cli", "codecs", "docs", "pipeline", "replay", "stages", "tests")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*")} | own
+    for path, link in NAMED_PATH.findall(text):
+        named = path or link
+        if "NAME" not in named:
+            assert (ROOT / named).exists() or (document.parent / named).exists() or named in names, named
+
+
+def test_every_code_in_the_name_of_a_test_is_explained() -> None:
+    explained = re.findall(r"^\| ([PLESRABC]\d+) \|", (ROOT / "docs/promises.md").read_text("utf-8"), re.MULTILINE)
+    assert len(set(explained)) == len(explained)
+    tests = [file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
+    named = [codes for test in tests for codes in re.findall(r"def test_((?:[plesrabc]\d+_)+)", test)]
+    assert len(named) > 100
+    used = {code.upper() for codes in named for code in codes.strip("_").split("_")}
+    assert used - set(explained) == set()
 
 
 def test_every_public_name_is_there_and_costs_nothing_before_it_is_asked_for() -> None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = (
     "codecs",
     "pipeline",
+    "replay",
     "stages",
     "cli",
     "configs",
@@ -115,7 +116,19 @@ def test_the_exceptions_are_none_of_the_product() -> None:
 
 
 def test_no_secret_key_lies_in_the_repository() -> None:
-    folders = ("benchmarks", "cli", "codecs", "configs", "docs", "examples", "pipeline", "stages", "tests", ".ci")
+    folders = (
+        "benchmarks",
+        "cli",
+        "codecs",
+        "configs",
+        "docs",
+        "examples",
+        "pipeline",
+        "replay",
+        "stages",
+        "tests",
+        ".ci",
+    )
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.is_file()]
     assert SECRET.search(b'secret-key = "' + b"x" * 40 + b'"')
@@ -124,7 +137,7 @@ def test_no_secret_key_lies_in_the_repository() -> None:
 
 def test_every_test_that_the_threat_model_names_is_there() -> None:
     named = set(re.findall(r"\btest_\w+", (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
-    tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+    tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
     found = set(tests).union(*(re.findall(r"def (test_\w+)", text) for text in tests.values()))
     assert len(named) > 20
     assert not named - found

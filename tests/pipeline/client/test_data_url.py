@@ -73,7 +73,7 @@ def test_no_other_module_reads_them() -> None:
     root = Path(__file__).parents[3]
     readers = [
         str(path.relative_to(root))
-        for folder in ("codecs", "pipeline", "stages", "cli")
+        for folder in ("codecs", "pipeline", "replay", "stages", "cli")
         for path in (root / folder).rglob("*.py")
         if "unquote_to_bytes" in path.read_text(encoding="utf-8")
         or json.dumps("base64,") in path.read_text(encoding="utf-8")
