@@ -24,8 +24,8 @@ from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, ope
 from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.channels.zap_gate import Gate
 from tensorferry.pipeline.channels.zmq_link import Denial
-from tensorferry.pipeline.deployment.load import Deployment, device_of, mail_of, port_offset, ranks_of
 from tensorferry.pipeline.deployment.running_settings import Settings
+from tensorferry.pipeline.deployment.spec import Deployment, device_of, mail_of, port_offset, ranks_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.pools.attach import Attaching

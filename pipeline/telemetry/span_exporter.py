@@ -15,7 +15,7 @@ import structlog
 
 from tensorferry import __version__
 from tensorferry.codecs.errors import UNPLACED, ConfigError
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()

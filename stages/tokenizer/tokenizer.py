@@ -27,7 +27,7 @@ from tensorferry.codecs.errors import (
 )
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.channels.channels import FrontDoor
-from tensorferry.pipeline.deployment.load import Deployment, tokenizer_pool_nbytes
+from tensorferry.pipeline.deployment.spec import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import FLUSH_S, Stage, opened

@@ -26,7 +26,8 @@ from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, TelemetrySpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, TelemetrySpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import span_exporter as spans
 from tensorferry.pipeline.telemetry import traceparent
