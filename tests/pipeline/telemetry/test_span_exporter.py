@@ -32,7 +32,8 @@ from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import span_exporter as spans
 from tensorferry.pipeline.telemetry import traceparent
 from tensorferry.pipeline.telemetry.counters import Counters
-from tensorferry.pipeline.telemetry.span_exporter import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
+from tensorferry.pipeline.telemetry.span import Span
+from tensorferry.pipeline.telemetry.span_exporter import CLOSE_S, MOST_WAITING, Exporter, require_installed
 from tensorferry.stages.request_spans import Ended, new_context
 from tensorferry.stages.scheduler.splice import splice
 
