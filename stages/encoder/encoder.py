@@ -37,7 +37,8 @@ from tensorferry.pipeline.deployment.spec import MIB, Deployment, device_of, enc
 from tensorferry.pipeline.peers.peer import REPORTS, Peer
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
-from tensorferry.pipeline.process.stage import Stage, opened
+from tensorferry.pipeline.process.stage import Stage
+from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.base import ModelAdapter
