@@ -24,13 +24,13 @@ from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, ope
 from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.channels.zap_gate import Gate
 from tensorferry.pipeline.channels.zmq_link import Denial
-from tensorferry.pipeline.deployment.running_settings import Settings
 from tensorferry.pipeline.deployment.spec import Deployment, device_of, port_offset, ranks_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.pools.attach import Attaching
 from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.lease_mail import Post
+from tensorferry.pipeline.process.running_settings import Settings
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.telemetry import counters
 
