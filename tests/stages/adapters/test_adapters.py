@@ -460,7 +460,7 @@ def test_p7_opt_in_of_a_plug_in_is_its_class_attribute(plugins: Path) -> None:
 
 WITHOUT_TORCH = """
 import sys
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters import registry
 assert registry.supports_cuda_vmm_feature_transport("patch-vit")
 registry.check_model(ModelSpec(adapter="patch-vit", options={"width": 64, "heads": 2}))
