@@ -23,7 +23,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process import name_claim
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
@@ -34,7 +34,7 @@ STAGES = {"tokenizer": 255, "encoder": 1023, "scheduler": 65535}  #: and the lar
 PRELUDE = """
 import os, signal, socket, subprocess, sys, time
 from tensorferry.codecs.errors import DeploymentError, PeerGone
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Runtime
 def say(*words): print(*words, flush=True)
 runtime = Runtime.of(Deployment(name=sys.argv[1], runtime_dir=sys.argv[2]))
@@ -165,7 +165,7 @@ def test_the_identity_is_the_name_alone(base):
 def test_b23_both_ends_compute_the_same_whatever_tmpdir_is(base):
     code = """
     import sys
-    from tensorferry.pipeline.deployment.load import Deployment
+    from tensorferry.pipeline.deployment.spec import Deployment
     from tensorferry.pipeline.process.runtime_dir import Runtime
     print(Runtime.of(Deployment(name=sys.argv[1])).inbox("scheduler", 65535))
     """

@@ -29,7 +29,7 @@ import asyncio, logging, sys, threading
 import structlog
 from structlog.contextvars import bound_contextvars
 from tensorferry.codecs.errors import BadItem
-from tensorferry.pipeline.deployment.load import TelemetrySpec
+from tensorferry.pipeline.deployment.spec import TelemetrySpec
 from tensorferry.pipeline.telemetry.counters import configure
 log = structlog.get_logger()  # before it is configured, as modules do
 """

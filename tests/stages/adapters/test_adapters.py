@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from tensorferry.codecs.errors import BadItem, BadTensor, ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of, view_of
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters import patch_vit, registry
 from tensorferry.stages.adapters.base import ItemInfo, split
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
@@ -460,7 +460,7 @@ def test_p7_opt_in_of_a_plug_in_is_its_class_attribute(plugins: Path) -> None:
 
 WITHOUT_TORCH = """
 import sys
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters import registry
 assert registry.supports_cuda_vmm_feature_transport("patch-vit")
 registry.check_model(ModelSpec(adapter="patch-vit", options={"width": 64, "heads": 2}))
