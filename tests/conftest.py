@@ -44,6 +44,7 @@ from tensorferry.replay.trace.loaded_trace import Trace
 from tensorferry.replay.workload.prepare import Invented, Preparation, Prepared
 from tensorferry.replay.workload.token_ids import TokenSource
 
+pytest_plugins = ("tests.process_guard",)
 TESTS = Path(__file__).parent
 MS = 1_000_000
 DEADLINE_S = 20.0  #: for anything one process waits for from another
@@ -271,14 +272,14 @@ class Peer:
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., Peer]]:
+def start_peer(may_start_processes: None) -> Iterator[Callable[..., Peer]]:
     """Starts processes of this test's own; see Peer for what it takes."""
     with contextlib.ExitStack() as peers:
         yield lambda *arguments, **options: peers.enter_context(Peer(*arguments, **options))
 
 
 @pytest.fixture(scope="module")
-def _peer() -> Iterator[Peer]:
+def _peer(may_start_processes: None) -> Iterator[Peer]:
     with Peer() as peer:
         yield peer
 

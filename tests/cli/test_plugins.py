@@ -38,7 +38,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(may_start_processes: None, tmp_path: Path) -> Run:
     """Runs `tensorferry ARGS` as a process with tmp_path on its PYTHONPATH."""
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:

@@ -172,6 +172,7 @@ CASES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("text", "named"), CASES.values(), ids=CASES)
 async def test_a_deployment_names_the_plug_in_that_held_a_stage(text: str, named: tuple[str, str, str] | None) -> None:
     image = (Path(__file__).parents[1] / "data" / "images" / "tiny_20x20.jpg").read_bytes()

@@ -35,6 +35,7 @@ def test_an_old_path_is_the_new_module_and_says_so(old: str) -> None:
     assert getattr(found, name) is getattr(tensorferry, name)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("old", MOVED)
 def test_the_warning_names_the_line_that_imports(old: str) -> None:
     program = f"from {old} import {MOVED[old][1]}"

@@ -63,6 +63,7 @@ async def run(environ: dict[str, str], program: Path, *args: object) -> str:
     return ran.stdout
 
 
+@pytest.mark.processes
 async def test_the_three_plug_ins_and_the_clients_work_together() -> None:
     with tempfile.TemporaryDirectory(prefix="tf-") as name:
         folder = Path(name)
@@ -86,6 +87,7 @@ async def test_the_three_plug_ins_and_the_clients_work_together() -> None:
             assert await run(environ, folder / "crowd.py", file) == "{'Result': 20}\n"
 
 
+@pytest.mark.processes
 async def test_the_readme_s_client_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [program] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -107,6 +109,7 @@ def test_documents_name_no_inner_module(document: Path) -> None:
         assert set(re.split(r",\s*", names.strip())) <= set(tensorferry.__all__)
 
 
+@pytest.mark.processes
 def test_every_public_name_is_there_and_costs_nothing_before_it_is_asked_for() -> None:
     program = (
         "import sys, tensorferry\n"

@@ -93,6 +93,7 @@ def test_b16_a_memfd_that_cannot_be_made_is_a_fact(monkeypatch: pytest.MonkeyPat
     assert probe.memfd_trial().ok
 
 
+@pytest.mark.processes
 def test_b16_no_descriptor_left_is_a_fact() -> None:
     """For real: a process that may open no more."""
     program = (
@@ -268,6 +269,7 @@ def test_this_machine_without_a_driver_says_so() -> None:
     assert "libcuda.so.1" in found.problem or "CUDA_ERROR_NO_DEVICE" in found.problem
 
 
+@pytest.mark.processes
 def test_the_caller_never_loads_cuda(stub_cuda) -> None:
     program = "import os, sys\nfrom tensorferry.codecs import probe\nassert probe.gather(os.environ).has_gpu\n"
     program += "print(*[name for name in sys.modules if name.startswith(('cuda', 'torch', 'asyncio', 'zmq'))])\n"
@@ -345,6 +347,7 @@ def test_sticky_results_exist() -> None:
     assert "CUDA_ERROR_NOT_PERMITTED" not in STICKY
 
 
+@pytest.mark.processes
 def test_r8_a_forked_child_closes_what_it_should_not_keep(tmp_path: Path) -> None:
     """With a folder of ours in the place of /dev/nvidia*; loading a driver registers the hook, once."""
     (tmp_path / "nvidia0").touch()
@@ -368,6 +371,7 @@ def test_r8_a_forked_child_closes_what_it_should_not_keep(tmp_path: Path) -> Non
     assert fork_guard.NVIDIA == "/dev/nvidia"
 
 
+@pytest.mark.processes
 def test_r8_loading_a_driver_hooks_forks(stub_cuda) -> None:
     program = (
         "import os\n"
@@ -405,6 +409,7 @@ def test_the_trials_on_this_gpu() -> None:
         assert not found.fabric.ok, "without an IMEX channel"
 
 
+@pytest.mark.processes
 @pytest.mark.gpu
 def test_the_probe_leaves_no_gpu_memory_behind() -> None:
     found = probe.cuda_facts(os.environ)

@@ -257,6 +257,7 @@ def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: s
     assert "latency p50" in result.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str, how: signal.Signals) -> None:

@@ -100,6 +100,7 @@ def test_the_driver_before_it_was_open_says_its_version_elsewhere(tmp_path: Path
     assert this_machine(tmp_path).driver == "535.183.01"
 
 
+@pytest.mark.processes
 def test_nothing_is_imported_and_no_name_server_asked() -> None:
     program = """
 import socket, sys

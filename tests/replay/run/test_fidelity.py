@@ -304,6 +304,7 @@ def test_the_same_file_and_seed_send_the_same_bytes(file: str) -> None:
     assert prepared_from(fewer).payload_sha256 != first
 
 
+@pytest.mark.processes
 def test_equal_blocks_are_equal_tokens_in_every_process() -> None:
     program = (
         "from tensorferry.replay.workload.token_ids import TokenSource\n"

@@ -469,6 +469,7 @@ assert "torch" not in sys.modules, "torch was imported"
 """
 
 
+@pytest.mark.processes
 def test_p7_answers_without_torch() -> None:
     child = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr

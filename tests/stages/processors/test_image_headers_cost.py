@@ -333,6 +333,7 @@ def test_a_file_of_many_profiles_is_planned_by_its_first(shape: str) -> None:
     assert planned(memoryview(SHAPES[shape](MIB))) == "accepted"
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 async def test_a_normal_request_beside_dear_files_is_answered_and_who_is_too_dear_fails_for_good() -> None:
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:  # whose path leaves room for the names of sockets

@@ -1,0 +1,95 @@
+"""The marks `processes` and `slow`, and the guard that a test without the first one starts no process.
+
+A test has the mark `processes` if it says so, or if one of its fixtures asks for `may_start_processes`. Any other test
+that starts a process fails, in every run, and so does a module that starts one while it is collected. Python's audit
+events stop the process before it starts; what reports no event (uvloop, multiprocessing) shows in the children of this
+process, alive or waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STARTS = frozenset(
+    ("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "subprocess.Popen")
+)
+
+
+class ProcessGuard:
+    """While it is on, an audit event of STARTS fails the test."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.refused: list[str] = []  #: also what another thread tried, or a test that caught the failure
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.on and event in STARTS:
+            self.refused.append(f"{event}{arguments[:2]}")
+            pytest.fail(f"starts a process without the mark `processes`: {self.refused[-1]}")
+
+
+GUARD = ProcessGuard()
+sys.addaudithook(GUARD.hear)  # for good: Python has no call that removes one
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    GUARD.on = True
+    try:
+        return (yield)
+    finally:
+        GUARD.on = False
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    for item in items:
+        if "may_start_processes" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
+
+
+@pytest.fixture(scope="session")
+def may_start_processes() -> None:
+    """For fixtures that start processes: their tests get the mark `processes`."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    GUARD.on = item.get_closest_marker("processes") is None
+    GUARD.refused.clear()
+    try:
+        return (yield)
+    finally:
+        GUARD.on = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    before = children()
+    yield
+    if not GUARD.on:
+        return
+    if GUARD.refused:
+        pytest.fail(f"starts a process without the mark `processes`: {', '.join(GUARD.refused)}", pytrace=False)
+    if children() != before:
+        pytest.fail("started a process without the mark `processes`, by a way that reports no event", pytrace=False)
+
+
+def children() -> tuple[int, set[str]]:
+    """Page faults of the children that were waited for, which every process has, and the others' ids."""
+    faults = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+    lists = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return faults, {pid for file in lists for pid in read(file).split()}
+
+
+def read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii")
+    except OSError:  # the thread has ended
+        return ""
