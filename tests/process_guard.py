@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 STARTS = frozenset(
@@ -71,21 +72,27 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
-    before = children()
+    before = (waited_for(), own_children()) if GUARD.on else None
     yield
-    if not GUARD.on:
+    if before is None:
         return
     if GUARD.refused:
         pytest.fail(f"starts a process without the mark `processes`: {', '.join(GUARD.refused)}", pytrace=False)
-    if children() != before:
+    if (waited_for(), own_children()) != before:
         pytest.fail("started a process without the mark `processes`, by a way that reports no event", pytrace=False)
 
 
-def children() -> tuple[int, set[str]]:
-    """Page faults of the children that were waited for, which every process has, and the others' ids."""
-    faults = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
-    lists = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return faults, {pid for file in lists for pid in read(file).split()}
+def waited_for() -> int:
+    """Page faults of the children that were waited for, of which every process has some."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+
+
+def own_children() -> set[int]:
+    """Of this process, not their own; the dead ones that nobody has waited for, too."""
+    lists = list(Path(f"/proc/{os.getpid()}/task").glob("*/children"))
+    if not lists:  # a kernel without CONFIG_PROC_CHILDREN
+        return {child.pid for child in psutil.Process().children()}
+    return {int(pid) for file in lists for pid in read(file).split()}
 
 
 def read(file: Path) -> str:
