@@ -124,7 +124,7 @@ def test_no_secret_key_lies_in_the_repository() -> None:
 
 def test_every_test_that_the_threat_model_names_is_there() -> None:
     named = set(re.findall(r"\btest_\w+", (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
-    tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+    tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
     found = set(tests).union(*(re.findall(r"def (test_\w+)", text) for text in tests.values()))
     assert len(named) > 20
     assert not named - found
