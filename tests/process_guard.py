@@ -8,6 +8,7 @@ process, alive or waited for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -35,6 +36,10 @@ class ProcessGuard:
             self.refused.append(f"{event}{arguments[:2]}")
             pytest.fail(f"starts a process without the mark `processes`: {self.refused[-1]}")
 
+
+# On its first import, which torch's is too, it asks ldconfig where libdl is: that is no test's doing.
+with contextlib.suppress(ImportError):
+    import cuda.pathfinder  # noqa: F401
 
 GUARD = ProcessGuard()
 sys.addaudithook(GUARD.hear)  # for good: Python has no call that removes one

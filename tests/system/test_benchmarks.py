@@ -184,6 +184,7 @@ def test_ranks_are_judged_by_what_one_of_them_does() -> None:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_a_contender_hands_over_what_it_was_given(contender: str) -> None:
     with Pair(contender, NBYTES, full=True) as pair:
@@ -194,6 +195,7 @@ def test_a_contender_hands_over_what_it_was_given(contender: str) -> None:
     assert max(found.latencies_ns) <= found.elapsed_ns
 
 
+@pytest.mark.processes
 def test_several_may_be_in_flight() -> None:
     with Pair("in place", NBYTES, window=4) as pair:
         rounds = [pair.round(16), pair.round(16)]
@@ -201,6 +203,7 @@ def test_several_may_be_in_flight() -> None:
     assert rounds[0].wrong == rounds[1].wrong == 0
 
 
+@pytest.mark.processes
 def test_a_contender_that_mixes_up_bytes_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair is told that an unsafe rival is safe, which it is not with several messages in flight."""
     unsafe = "msgpack frames, unsafe"

@@ -241,6 +241,7 @@ def runtime() -> Iterator[str]:
         yield f"runtime_dir={path}/run"
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("plots")
 def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: str) -> None:
     """Real replays of real deployments."""
