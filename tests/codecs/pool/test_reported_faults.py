@@ -148,6 +148,7 @@ async def test_b01_a_slow_consumer_costs_no_memory_and_reclaim_needs_no_traffic(
         assert publisher.drafts["pool"] + publisher.drafts["pool_full"] == 200
 
 
+@pytest.mark.slow
 def test_b03_seven_images_that_do_not_fit_go_inline_with_one_warning() -> None:
     processor = make_processor("qwen2-vl", {}, LimitsSpec())
     counters = Counters()

@@ -475,6 +475,7 @@ async def falls_asleep(it: Misbehaving) -> None:
     it.greet()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", BEHAVIOURS)
 async def test_a_misbehaving_consumer_harms_nobody(
     name: str, path: str, pool: Pool, belongings: Callable[[], Any], left: Callable[[Any], list[str]]

@@ -151,6 +151,7 @@ def test_runs_without_an_answer_are_compared_by_what_they_have(make_run: MakeRun
 # --- the commands -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_compare_prints_a_table_or_json_and_writes_a_page(four_runs: Path, tmp_path: Path) -> None:
     html = tmp_path / "compare.html"

@@ -117,6 +117,7 @@ sys.exit("torch" in sys.modules)
 # --- said ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_the_page_says_it_too(make_run: MakeRun, tmp_path: Path) -> None:
     page = report(read_run(with_machine(make_run(tmp_path), HOST))).decode()
@@ -154,6 +155,7 @@ def test_of_many_runs_some_are_named(make_run: MakeRun, tmp_path: Path) -> None:
 # --- folders of earlier versions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_folders_of_earlier_versions_are_read(make_run: MakeRun, tmp_path: Path) -> None:
     config = {"name": "a", "pool": {"budget_mb": 64}}

@@ -417,6 +417,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_p7_the_static_table_says_what_the_classes_say() -> None:
     for name, entry in registry.BUILT_IN.items():
         assert registry.supports_cuda_vmm_feature_transport(name) is entry.supports_cuda_vmm_feature_transport

@@ -303,6 +303,7 @@ def planned(data: memoryview) -> str:
     return "accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_looking_at_a_file_is_bounded_by_its_length(shape: str) -> None:
     for mib in (1, 8, 64):
