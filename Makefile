@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help replay check audit test test-gpu bench bench-gpu chaos chaos-gpu soak fuzz protocol clean
+.PHONY: help replay check audit test test-fast test-gpu bench bench-gpu chaos chaos-gpu soak fuzz protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -37,6 +37,9 @@ audit: $(STAMP)  ## known vulnerabilities of what is installed, asked of PyPI
 
 test: check  ## check, then every test
 	$(BIN)/python -m pytest -n 3
+
+test-fast: $(STAMP)  ## the tests that start no process and take under two seconds: all parts, within a minute
+	$(BIN)/python -m pytest -n 2 -m "not processes and not slow and not gpu"
 
 bench: $(STAMP)  ## the floors of docs/performance.md, measured here
 	$(BIN)/python -m benchmarks.run

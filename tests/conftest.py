@@ -27,6 +27,7 @@ import psutil
 import pytest
 import structlog
 from hypothesis import Phase, settings
+from tests import process_guard
 
 from tensorferry.codecs.memory import cuda_vmm
 from tensorferry.codecs.memory.cuda_driver import Driver
@@ -58,6 +59,7 @@ settings.load_profile("unshrunk" if os.environ.get("TENSORFERRY_SHRINK") == "no"
 def pytest_configure(config: pytest.Config) -> None:
     # Threads of torch's in several processes on few cores wait for each other by spinning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config.pluginmanager.register(process_guard)
     config.addinivalue_line("markers", "leaves(reason): this test is allowed to leave something behind, and why")
 
 
@@ -83,7 +85,8 @@ class Belongings:
                     descriptors[target] += 1
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         memfds = Counter(line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line)
-        children = psutil.Process().children(recursive=True)
+        # psutil reads all of /proc for it: only where there may be one.
+        children = psutil.Process().children(recursive=True) if process_guard.own_children() else []
         return cls(descriptors, memfds, Counter(f"process {c.pid}" for c in children if c.pid != tracker._pid))
 
     def gained_since(self, before: Belongings) -> list[str]:
@@ -271,14 +274,14 @@ class Peer:
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., Peer]]:
+def start_peer(may_start_processes: None) -> Iterator[Callable[..., Peer]]:
     """Starts processes of this test's own; see Peer for what it takes."""
     with contextlib.ExitStack() as peers:
         yield lambda *arguments, **options: peers.enter_context(Peer(*arguments, **options))
 
 
 @pytest.fixture(scope="module")
-def _peer() -> Iterator[Peer]:
+def _peer(may_start_processes: None) -> Iterator[Peer]:
     with Peer() as peer:
         yield peer
 

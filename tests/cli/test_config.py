@@ -73,6 +73,7 @@ def test_version(run):
     assert run("--version").stdout == f"tensorferry, version {__version__}\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("args", [["--help"], ["--version"]])
 def test_help_and_version_import_no_command(args):
     program = (
@@ -90,6 +91,7 @@ def test_help_and_version_import_no_command(args):
     )
 
 
+@pytest.mark.processes
 def test_config_needs_no_torch(file):
     program = (
         "import sys\n"
@@ -103,6 +105,7 @@ def test_config_needs_no_torch(file):
     assert ran.stdout.splitlines() == [f"{file}: ok", "False True"]
 
 
+@pytest.mark.processes
 def test_python_dash_m_is_the_command():
     ran = subprocess.run([sys.executable, "-m", "tensorferry", "--version"], capture_output=True, text=True, timeout=60)
     assert ran.stdout == f"tensorferry, version {__version__}\n"

@@ -56,7 +56,7 @@ def file() -> Iterator[Path]:
 
 
 @pytest.fixture
-def up(file: Path) -> Iterator[subprocess.Popen[str]]:
+def up(may_start_processes: None, file: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tensorferry", "up", "--config", str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -71,6 +71,7 @@ def up(file: Path) -> Iterator[subprocess.Popen[str]]:
             process.communicate()
 
 
+@pytest.mark.processes
 def test_status_tells_the_ready_from_the_silent_and_down_ends_them_all(
     file: Path, up: subprocess.Popen[str], until: Callable[..., None]
 ) -> None:
@@ -91,6 +92,7 @@ def test_status_tells_the_ready_from_the_silent_and_down_ends_them_all(
     assert up.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.processes
 def test_a_silent_tokenizer_is_said_to_be_so_and_the_wait_has_an_end(file: Path, up: subprocess.Popen[str]) -> None:
     _, found = status(file)
     os.kill(found["tokenizer-0"]["pid"], signal.SIGSTOP)
@@ -99,6 +101,7 @@ def test_a_silent_tokenizer_is_said_to_be_so_and_the_wait_has_an_end(file: Path,
     os.kill(found["tokenizer-0"]["pid"], signal.SIGCONT)
 
 
+@pytest.mark.processes
 def test_down_now_cancels_what_would_take_too_long(file: Path, up: subprocess.Popen[str]) -> None:
     asked = [sys.executable, "-m", "tensorferry", "submit", "--config", str(file), "--text", "x", "--timeout", "50"]
     with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as asking:
@@ -112,6 +115,7 @@ def test_down_now_cancels_what_would_take_too_long(file: Path, up: subprocess.Po
             asking.kill()
 
 
+@pytest.mark.processes
 def test_down_now_cancels_also_who_is_too_busy_to_see_the_first_signal_before_the_second(
     file: Path, up: subprocess.Popen[str], until: Callable[..., None]
 ) -> None:
@@ -138,6 +142,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.processes
 def test_lock_files_that_somebody_removed_are_made_again_and_down_finds_everybody(
     file: Path, up: subprocess.Popen[str], until: Callable[..., None]
 ) -> None:
@@ -151,6 +156,7 @@ def test_lock_files_that_somebody_removed_are_made_again_and_down_finds_everybod
     assert up.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.processes
 def test_a_second_up_is_refused_also_where_somebody_has_removed_the_whole_folder(
     file: Path, up: subprocess.Popen[str], until: Callable[..., None]
 ) -> None:
@@ -169,6 +175,7 @@ def test_a_second_up_is_refused_also_where_somebody_has_removed_the_whole_folder
     assert up.poll() is None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["removed", "empty"])
 def test_down_does_not_say_that_a_deployment_has_ended_whose_supervisor_has_no_name(
     file: Path, up: subprocess.Popen[str], until: Callable[..., None], how: str
@@ -192,6 +199,7 @@ def test_down_does_not_say_that_a_deployment_has_ended_whose_supervisor_has_no_n
     assert up.poll() is None
 
 
+@pytest.mark.processes
 def test_down_ends_stages_that_were_started_by_hand(file: Path, until: Callable[..., None]) -> None:
     members = [("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)]
     command = [sys.executable, "-m", "tensorferry", "start"]
@@ -231,6 +239,7 @@ def pending(pid: int) -> set[int]:
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
+@pytest.mark.processes
 def test_of_a_deployment_that_is_not_running_both_say_so(file: Path) -> None:
     done = tensorferry("down", "--config", file)
     assert (done.returncode, done.stdout) == (0, "elsewhere is not running\n")
@@ -239,6 +248,7 @@ def test_of_a_deployment_that_is_not_running_both_say_so(file: Path) -> None:
     assert "'elsewhere' is not running" in " ".join(done.stderr.split())
 
 
+@pytest.mark.processes
 def test_status_of_a_deployment_whose_processes_were_all_killed_says_that_it_is_not_running(file: Path) -> None:
     """Its files are there still, with the numbers of the dead."""
     runtime = Runtime.of(load(file))
@@ -256,6 +266,7 @@ def test_status_of_a_deployment_whose_processes_were_all_killed_says_that_it_is_
         runtime.sweep()
 
 
+@pytest.mark.processes
 def test_status_of_a_process_that_has_not_come_up_yet_says_that_it_starts(
     file: Path, until: Callable[..., None]
 ) -> None:
@@ -276,6 +287,7 @@ def test_status_of_a_process_that_has_not_come_up_yet_says_that_it_starts(
             encoder.wait(DEADLINE_S)
 
 
+@pytest.mark.processes
 def test_a_number_that_is_another_process_s_by_now_is_left_alone(file: Path) -> None:
     """A lock file that a killed supervisor left behind names it; the number may be anybody's."""
     runtime = Runtime.of(load(file))

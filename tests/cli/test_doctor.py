@@ -58,6 +58,7 @@ def run(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.Co
 # --- the command, end to end
 
 
+@pytest.mark.processes
 def test_p9_this_machine_end_to_end() -> None:
     ran = run("doctor", "--json")
     report = json.loads(ran.stdout)
@@ -75,6 +76,7 @@ def test_p9_this_machine_end_to_end() -> None:
         assert "no NVIDIA CUDA here" in report["transports"]["cuda_ipc"]["reason"]
 
 
+@pytest.mark.processes
 def test_p9_tables_for_people() -> None:
     ran = run("doctor")
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -82,6 +84,7 @@ def test_p9_tables_for_people() -> None:
         assert word in ran.stdout
 
 
+@pytest.mark.processes
 def test_p9_a_deployment_file_is_judged(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("name: a\n")
@@ -91,6 +94,7 @@ def test_p9_a_deployment_file_is_judged(tmp_path: Path) -> None:
     assert f"{file} asks for auto; gets " in run("doctor", "--config", str(file)).stdout.splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_wrong_usage(tmp_path: Path) -> None:
     assert run("doctor", "--set", "transport=cpu").returncode == 2
     missing = run("doctor", "--config", str(tmp_path / "none.yaml"))
@@ -98,6 +102,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
     assert "none.yaml: cannot be read" in missing.stderr
 
 
+@pytest.mark.processes
 def test_p9_with_a_stub_gpu(stub_cuda) -> None:
     """A machine that can do it all: what this version cannot do yet is said to come later."""
     stub_cuda.plan(gpus=[{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}], fail={"cuMemCreate fabric": DENIED})
@@ -116,6 +121,7 @@ def test_p9_with_a_stub_gpu(stub_cuda) -> None:
     assert [cell.strip() for cell in row.split("│")][2:3] == ["-"]
 
 
+@pytest.mark.processes
 def test_b15_a_bad_variable_is_named_and_no_traceback(stub_cuda) -> None:
     ran = run("doctor", "--json", environ=stub_cuda.environ | {"CUDA_VISIBLE_DEVICES": "0,0"})
     report = json.loads(ran.stdout)
@@ -324,6 +330,7 @@ async def ask(deployment: Deployment, images: int) -> set[str]:
         return {item.transport for answer in answers for item in answer.items}
 
 
+@pytest.mark.processes
 def test_p2_auto_on_a_stub_gpu_whose_ipc_fails_is_shm_with_one_line(file: Path, stub_cuda) -> None:
     """B17 through the command line: the flag says yes, the second process says no, and nothing crashes later."""
     stub_cuda.plan(fail={"cuIpcOpenMemHandle": "CUDA_ERROR_INVALID_VALUE"})
@@ -342,6 +349,7 @@ def test_p2_auto_on_a_stub_gpu_whose_ipc_fails_is_shm_with_one_line(file: Path, 
     assert len(pids) == 2, "the probe's two processes, and no stage"
 
 
+@pytest.mark.processes
 def test_b17_an_explicit_choice_stops_at_the_start(file: Path, stub_cuda) -> None:
     stub_cuda.plan(fail={"cuIpcOpenMemHandle": "CUDA_ERROR_INVALID_VALUE"})
     ran = run("up", "--config", str(file), "--set", "transport=cuda_ipc", environ=stub_cuda.environ)
@@ -351,6 +359,7 @@ def test_b17_an_explicit_choice_stops_at_the_start(file: Path, stub_cuda) -> Non
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["cpu", "shm"])
 def test_b14_without_gpu_transport_no_process_calls_the_driver(file: Path, stub_cuda, transport: str) -> None:
     """20 JPEG requests: neither the supervisor nor any stage so much as loads the driver."""
@@ -360,6 +369,7 @@ def test_b14_without_gpu_transport_no_process_calls_the_driver(file: Path, stub_
     assert stub_cuda.calls() == []
 
 
+@pytest.mark.processes
 def test_p2_a_deployment_of_text_alone_reserves_no_pool(file: Path) -> None:
     async def converse() -> tuple[Any, Any, set[str]]:
         async with Client.connect(load(file), timeout_s=DEADLINE_S) as client:
@@ -380,6 +390,7 @@ def test_p2_a_deployment_of_text_alone_reserves_no_pool(file: Path) -> None:
     assert "transport_refused" not in {line["event"] for line in logs}
 
 
+@pytest.mark.processes
 def test_one_process_started_by_hand_decides_for_itself(file: Path) -> None:
     """Nobody else is there, so it is told to stop once it has said what it has decided."""
     process = subprocess.Popen(

@@ -38,7 +38,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(may_start_processes: None, tmp_path: Path) -> Run:
     """Runs `tensorferry ARGS` as a process with tmp_path on its PYTHONPATH."""
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -250,6 +250,7 @@ def test_what_follows_from_a_mistake_is_not_told(tmp_path: Path) -> None:
     assert [one.key for one in caught.value.each] == ["name", "transport", "limits.request_mb"]
 
 
+@pytest.mark.slow
 def test_no_file_makes_more_lines_than_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("name: a\n" + "".join(f"k{number}: 1\n" for number in range(20_000)))

@@ -121,6 +121,7 @@ def test_a_deployment_started_for_a_replay_logs_no_line_per_request(deployment: 
     assert deployment["deployment"].telemetry.log_level == "info"
 
 
+@pytest.mark.slow
 def test_a_folder_for_the_report_is_made_once_the_trace_is_accepted(deployment: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "not-a-trace").write_text("hello\n")
     out = tmp_path / "deep" / "out"
@@ -305,6 +306,7 @@ def test_a_dry_run_says_what_would_be_sent_and_starts_nothing(deployment: dict[s
     assert run("replay", DATA / "azure_lmm.csv", "--config", LOCAL, "--dry-run", "--end", "60s").stdout == result.stdout
 
 
+@pytest.mark.slow
 def test_the_way_of_later_turns_is_said(deployment: dict[str, Any], tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     turns = [{"text": "a", "timestamp": 0}, {"text": "b", "delay": 1}]

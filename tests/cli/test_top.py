@@ -171,7 +171,7 @@ def three_free_ports() -> int:
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+def serving(may_start_processes: None, tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A deployment that has answered a few requests: its file, and its first port of metrics."""
     port = three_free_ports()
     program = [sys.executable, "-P", "-m", "tensorferry"]
@@ -191,6 +191,7 @@ def serving(tmp_path: Path) -> Iterator[tuple[Path, int]]:
                 up.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_what_runs_is_shown_and_the_dashboard_asks_for_metrics_that_there_are(serving: tuple[Path, int]) -> None:
     file, port = serving
@@ -259,6 +260,7 @@ def under_load(file: Path) -> Iterator[None]:
 BUSY = r"^tokenizer-0 +ready +\d+ (s|min) +[1-9]\d* +\d+ +[1-9][\d.]* +[1-9]\d* +[1-9]\d*\*? +\d+%"
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 @pytest.mark.timeout(180)
 def test_a_terminal_of_80_columns_and_24_lines_shows_a_deployment_under_load(serving: tuple[Path, int]) -> None:

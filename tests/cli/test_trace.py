@@ -222,6 +222,7 @@ def test_nothing_selected_is_nothing_written_to_a_stream_either(command: str) ->
     assert "all of its 10 requests lie outside" in said.stderr
 
 
+@pytest.mark.processes
 def test_a_reader_that_has_enough_ends_a_conversion(write: Write) -> None:
     path = write(*at(*range(20_000)))
     asked = [sys.executable, "-P", "-m", "tensorferry", "trace", "convert", str(path), "-"]

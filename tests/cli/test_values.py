@@ -75,6 +75,7 @@ def test_what_cannot_be_submitted_names_its_option(given: list[str]) -> None:
     assert f"Error: Invalid value for '{given[0]}': " in result.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "command", ["config check", "up --config", "submit --text x --config", "start encoder --config"]
 )

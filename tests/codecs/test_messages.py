@@ -291,6 +291,7 @@ def replaced(plain: list[Any], path: tuple[int, ...], value: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.processes
 def test_b28_a_pickle_does_nothing(tmp_path: Path) -> None:
     """As the header, as a frame, and in every byte string of every message."""
     sentinel = tmp_path / "sentinel"

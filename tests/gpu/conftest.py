@@ -37,6 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu/" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.processes)
             if not DEVICES:
                 item.add_marker(pytest.mark.skip(reason=WHY_NOT))
 

@@ -287,6 +287,7 @@ MUTANTS: dict[type[Ledger], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "law"), [pytest.param(*each, id=each[0].__name__) for each in MUTANTS.items()])
 def test_a_ledger_that_breaks_a_law_is_caught(
     laws: type[RuleBasedStateMachine], mutant: type[Ledger], law: str

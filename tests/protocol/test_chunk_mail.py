@@ -218,6 +218,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mail, "REPEAT_S", 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200 if LONG_RUN else 120)
 def test_no_order_of_messages_breaks_a_law(record_property: Callable[[str, object], None]) -> None:
     found = search()

@@ -45,6 +45,7 @@ def model_of(
     return Model((SMALL | LONG)[scenario], rules, watched, ledger)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [*SMALL, "pressure", *(LONG if LONG_RUN else ())])
 @pytest.mark.timeout(1200 if LONG_RUN else 120)
 def test_no_order_of_events_breaks_a_law(scenario: str, record_property: Record) -> None:
@@ -62,6 +63,7 @@ def test_no_order_of_events_breaks_a_law(scenario: str, record_property: Record)
     assert finding.rests, "no world was ever at rest, so half of the laws were never asked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
 def test_every_attack_is_found(attack: Attack, record_property: Record) -> None:
     finding = search(model_of(attack.scenario, attack.rules, frozenset({attack.law})))
@@ -104,6 +106,7 @@ def test_either_clause_of_r9_keeps_ranks_going_without_the_other(clause: str) ->
     assert finding.broken is None, finding.story()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", LARGE)
 @pytest.mark.timeout(1200 if LONG_RUN else 120)
 def test_no_seed_breaks_a_law(scenario: str, record_property: Record) -> None:
@@ -119,6 +122,7 @@ def test_no_seed_breaks_a_law(scenario: str, record_property: Record) -> None:
     assert rests >= SEEDS
 
 
+@pytest.mark.slow
 def test_every_step_can_happen() -> None:
     """Else the model proves less than it says."""
     taken: Counter[str] = Counter()

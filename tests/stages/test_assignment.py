@@ -111,6 +111,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.processes
 def test_e1_same_in_every_process() -> None:
     """Other processes, other hash seeds, same answer."""
     random = Random(7)

@@ -89,6 +89,7 @@ async def test_steps_pass_on_answers_errors_and_cancelling(watch: Watch) -> None
     assert await watch.steps(lambda: answer) == 7
 
 
+@pytest.mark.slow
 async def test_a_thread_that_keeps_the_lock_is_told_of(watch: Watch) -> None:
     with capture_logs() as logs:
         await in_thread(watch, lambda: hold_the_lock(HELD_S))
@@ -172,6 +173,7 @@ CASES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("text", "named"), CASES.values(), ids=CASES)
 async def test_a_deployment_names_the_plug_in_that_held_a_stage(text: str, named: tuple[str, str, str] | None) -> None:
     image = (Path(__file__).parents[1] / "data" / "images" / "tiny_20x20.jpg").read_bytes()

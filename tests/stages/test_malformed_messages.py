@@ -39,6 +39,8 @@ from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.scheduler import scheduler as scheduler_module
 from tensorferry.stages.tokenizer import tokenizer as tokenizer_module
 
+pytestmark = pytest.mark.slow
+
 IMAGES = Path(__file__).parents[1] / "data" / "images"
 PHOTOS = ("tiny_20x20.jpg", "camera_1bit.png")
 CORPUS = Path(__file__).parents[1] / "corpus" / "messages.json"

@@ -93,6 +93,7 @@ def image(rows: int) -> bytes:
         return file.getvalue()
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 async def test_a_plug_in_s_mistake_fails_the_request_that_it_was_made_with(folder: Path) -> None:
     file = folder / "deployment.yaml"

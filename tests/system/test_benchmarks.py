@@ -73,6 +73,7 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.mark.processes
 def test_what_a_late_benchmark_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SMOKE_S", 0.5)
     read, write = os.pipe()
@@ -86,6 +87,7 @@ def test_what_a_late_benchmark_has_started_ends_with_it(monkeypatch: pytest.Monk
     os.close(read)
 
 
+@pytest.mark.processes
 def test_a_deployment_ends_with_the_benchmark_that_started_it() -> None:
     with (
         TemporaryDirectory(prefix="smoke-") as folder,
@@ -108,6 +110,7 @@ def test_a_deployment_ends_with_the_benchmark_that_started_it() -> None:
                 os.close(process)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs_to_its_table(name: str, tmp_path: Path) -> None:
     if name == "overhead":
@@ -130,6 +133,7 @@ def test_a_benchmark_runs_to_its_table(name: str, tmp_path: Path) -> None:
         assert verdict.floor in ran.stdout
 
 
+@pytest.mark.processes
 def test_the_towers_benchmark_runs_to_its_tables(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     file = tmp_path / "report.json"
@@ -144,6 +148,7 @@ def test_the_towers_benchmark_runs_to_its_tables(tmp_path: Path) -> None:
         assert [found for found in outcome.measurements if not found.details["max_difference"] < 1e-4] == []
 
 
+@pytest.mark.processes
 def test_the_attention_probe_runs_to_its_end() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     command = [sys.executable, "-m", "benchmarks.probes.attention", "--smoke"]
@@ -153,6 +158,7 @@ def test_the_attention_probe_runs_to_its_end() -> None:
     assert {"dense, as torch chooses", "fc1 with gelu in it", "4 layers, 32 sizes, as it is"} <= measured
 
 
+@pytest.mark.processes
 def test_the_encoders_benchmark_runs_to_its_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     file = tmp_path / "report.json"
@@ -178,6 +184,7 @@ def test_ranks_are_judged_by_what_one_of_them_does() -> None:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_a_contender_hands_over_what_it_was_given(contender: str) -> None:
     with Pair(contender, NBYTES, full=True) as pair:
@@ -188,6 +195,7 @@ def test_a_contender_hands_over_what_it_was_given(contender: str) -> None:
     assert max(found.latencies_ns) <= found.elapsed_ns
 
 
+@pytest.mark.processes
 def test_several_may_be_in_flight() -> None:
     with Pair("in place", NBYTES, window=4) as pair:
         rounds = [pair.round(16), pair.round(16)]
@@ -195,6 +203,7 @@ def test_several_may_be_in_flight() -> None:
     assert rounds[0].wrong == rounds[1].wrong == 0
 
 
+@pytest.mark.processes
 def test_a_contender_that_mixes_up_bytes_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair is told that an unsafe rival is safe, which it is not with several messages in flight."""
     unsafe = "msgpack frames, unsafe"
@@ -215,6 +224,7 @@ def test_an_answer_tells_messages_apart(full: bool) -> None:
     assert not setup.is_right(right._replace(total=setup.read(data)))
 
 
+@pytest.mark.processes
 def test_ours_do_not_import_torch() -> None:
     code = "import sys, benchmarks.pair; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=SMOKE_S).returncode == 0

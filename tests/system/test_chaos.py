@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = {"tokenizer": 2, "encoder": 3, "scheduler": 2}
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("seed", "transport", "counts"),

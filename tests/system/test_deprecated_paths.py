@@ -38,6 +38,7 @@ def test_an_old_path_has_the_same_names_and_says_where_it_is_now(old: str) -> No
         assert getattr(found, name) is getattr(tensorferry, name)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("old", MOVED)
 def test_the_warning_names_the_line_that_imports(old: str) -> None:
     program = f"from {old} import {MOVED[old][1][0]}"

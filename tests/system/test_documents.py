@@ -65,6 +65,7 @@ async def run(environ: dict[str, str], program: Path, *args: object) -> str:
     return ran.stdout
 
 
+@pytest.mark.processes
 async def test_the_three_plug_ins_and_the_clients_work_together() -> None:
     with tempfile.TemporaryDirectory(prefix="tf-") as name:
         folder = Path(name)
@@ -88,6 +89,7 @@ async def test_the_three_plug_ins_and_the_clients_work_together() -> None:
             assert await run(environ, folder / "crowd.py", file) == "{'Result': 20}\n"
 
 
+@pytest.mark.processes
 async def test_the_readme_s_client_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [program] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -134,6 +136,7 @@ def test_every_code_in_the_name_of_a_test_is_explained() -> None:
     assert used - set(explained) == set()
 
 
+@pytest.mark.processes
 def test_every_public_name_is_there_and_costs_nothing_before_it_is_asked_for() -> None:
     program = (
         "import sys, tensorferry\n"

@@ -67,6 +67,7 @@ def test_a_name_stands_once_in_the_list(tmp_path: Path) -> None:
         read(tmp_path / "list.toml")
 
 
+@pytest.mark.processes
 def test_found_missed_and_no_verdict_are_told_apart_and_the_tree_is_as_before(tree: Path) -> None:
     assert check_sound(tree, [BROKEN]) == ""
     assert judge(BROKEN, tree).caught_by == f"{TEST}::test_it_doubles"
@@ -79,6 +80,7 @@ def test_found_missed_and_no_verdict_are_told_apart_and_the_tree_is_as_before(tr
     assert judge(BROKEN, tree).caught_by, "nothing of an earlier fault is cached"
 
 
+@pytest.mark.processes
 def test_tests_that_fail_without_a_fault_find_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / TEST).write_text("def test_it() -> None:\n    assert False\n")
     assert "without a fault, pytest's status is 1" in check_sound(tree, [BROKEN])
@@ -90,6 +92,7 @@ def test_tests_that_fail_without_a_fault_find_nothing(tree: Path, monkeypatch: p
     assert (tree / BROKEN.file).read_text() == PRODUCT
 
 
+@pytest.mark.processes
 def test_faults_are_planted_in_copies_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = mutants.scratch
     monkeypatch.setattr(mutants, "scratch", lambda: real(tree))

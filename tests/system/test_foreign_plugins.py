@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 def test_the_gpu_tests_are_found_beside_a_benchmark_plugin_that_warns(tmp_path: Path) -> None:
     """As pytest-benchmark 4 and 5.1 do beside xdist, when pytest is configured."""
     plugin = "import warnings\ndef pytest_configure(config):\n    warnings.warn('disabled beside xdist')\n"

@@ -17,6 +17,7 @@ from benchmarks.workload import Tally
 from tensorferry.codecs.frames import Limits
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 async def test_b27_malformed_messages_at_every_socket_are_counted_refusals_and_good_requests_are_answered() -> None:
     found: Any = await fuzz(3, rounds=1, seconds=2.0, per_s=1500.0, good_per_s=5.0, made=3000, warm_s=0.5)

@@ -127,7 +127,7 @@ class Running:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def run(may_start_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS), prepend=os.pathsep)
 
     @asynccontextmanager
@@ -406,6 +406,7 @@ def client_process(folder: Path, item: bytes) -> Iterator[subprocess.Popen[bytes
             process.kill()
 
 
+@pytest.mark.processes
 async def test_what_a_client_asked_for_that_was_killed_is_given_up(run: Callable[..., Any], tmp_path: Path) -> None:
     """Else everybody would wait for answers that nobody takes."""
     async with run() as it:
@@ -421,6 +422,7 @@ async def test_what_a_client_asked_for_that_was_killed_is_given_up(run: Callable
         await it.gives_all_back()
 
 
+@pytest.mark.processes
 async def test_a_client_that_is_stopped_is_not_taken_for_gone(run: Callable[..., Any], tmp_path: Path) -> None:
     async with run() as it:
         it.gate.touch()

@@ -146,6 +146,7 @@ async def good(client: Client) -> None:
     assert isinstance(outcome, wire.Result), outcome
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 async def test_b27_b28_lies_and_garbage_fail_alone(directory: Path) -> None:
     file = directory / "deployment.yaml"

@@ -82,10 +82,12 @@ def test_data_files_are_packaged() -> None:
                 assert path in packaged, f"{path} would be missing from the wheel"
 
 
+@pytest.mark.processes
 def test_a_module_that_only_wants_a_name_pays_for_nothing() -> None:
     assert not {"torch", "numpy", "zmq", "msgspec", "asyncio", "structlog"} & imported_by("import tensorferry")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "program",
     [

@@ -51,6 +51,7 @@ def test_a_mapping_is_noticed(belongings: Callable[[], Any], left: Left) -> None
     assert left(before) == []
 
 
+@pytest.mark.processes
 def test_a_child_is_noticed_even_when_it_is_dead(belongings: Callable[[], Any], left: Left) -> None:
     before = belongings()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -64,14 +65,23 @@ def test_a_child_is_noticed_even_when_it_is_dead(belongings: Callable[[], Any], 
     assert left(before) == []
 
 
+def pytest_of(tests: str, folder: Path, *options: str) -> str:
+    """What pytest writes of a module of tests that has the guards of these."""
+    here = Path(__file__).parents[1]
+    (folder / "tests").mkdir()
+    shutil.copy(here / "conftest.py", folder)
+    shutil.copy(here / "process_guard.py", folder / "tests")
+    (folder / "test_inner.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, *options, str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.processes
 def test_the_fixture_fails_a_test_that_leaves_something(tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).parents[1].joinpath("conftest.py"), tmp_path)
-    (tmp_path / "test_inner.py").write_text(INNER_TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "ERROR at teardown of test_leaky" in ran.stdout
-    assert "left behind: descriptor pipe:" in ran.stdout
-    assert "3 passed, 1 error" in ran.stdout
+    written = pytest_of(INNER_TESTS, tmp_path)
+    assert "ERROR at teardown of test_leaky" in written
+    assert "left behind: descriptor pipe:" in written
+    assert "3 passed, 1 error" in written
 
 
 INNER_TESTS = """
@@ -89,6 +99,100 @@ def test_excused():
 def test_clean():
     for fd in os.pipe():
         os.close(fd)
+"""
+
+
+@pytest.mark.processes
+def test_a_test_without_the_mark_that_starts_a_process_fails(tmp_path: Path) -> None:
+    written = pytest_of(INNER_STARTS, tmp_path, "-rA")
+    for way in ("popen", "fork", "spawn", "system", "thread", "quiet", "uvloop", "multiprocessing"):
+        assert f"FAILED test_inner.py::test_unmarked[{way}]" in written, way
+        assert f"PASSED test_inner.py::test_marked[{way}]" in written, way
+    assert "PASSED test_inner.py::test_without_a_process" in written
+    assert "ERROR test_inner.py::test_unmarked_fixture" in written
+    assert "PASSED test_inner.py::test_marked_fixture" in written
+
+
+@pytest.mark.processes
+def test_the_fast_set_leaves_out_what_a_fixture_or_a_mark_says_to_start_processes(tmp_path: Path) -> None:
+    written = pytest_of(INNER_STARTS, tmp_path, "-rA", "-m", "not processes", "-k", "not unmarked")
+    assert "1 passed" in written
+    assert "PASSED test_inner.py::test_without_a_process" in written
+
+
+@pytest.mark.processes
+def test_a_module_that_starts_a_process_while_it_is_collected_fails(tmp_path: Path) -> None:
+    written = pytest_of("import os\nos.system('true')\ndef test_nothing(): pass\n", tmp_path)
+    assert "starts a process without the mark `processes`: os.system" in written
+    assert "1 error" in written
+
+
+INNER_STARTS = """
+import asyncio, multiprocessing.util, os, subprocess, threading
+import pytest, uvloop
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+def quiet():
+    try:
+        subprocess.run(["true"])
+    except BaseException:
+        pass
+
+def in_thread():
+    thread = threading.Thread(target=quiet)
+    thread.start()
+    thread.join()
+
+def in_uvloop():
+    async def start():
+        await (await asyncio.create_subprocess_exec("true")).wait()
+    uvloop.run(start())
+
+def spawned():
+    os.waitpid(multiprocessing.util.spawnv_passfds(b"/bin/true", [b"true"], []), 0)
+
+ways = {
+    "popen": lambda: subprocess.run(["true"]),
+    "fork": fork,
+    "spawn": lambda: os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0),
+    "system": lambda: os.system("true"),
+    "thread": in_thread,
+    "quiet": quiet,
+    "uvloop": in_uvloop,
+    "multiprocessing": spawned,
+}
+every_way = pytest.mark.parametrize("start", ways.values(), ids=ways.keys())
+
+@every_way
+def test_unmarked(start):
+    start()
+
+@pytest.mark.processes
+@every_way
+def test_marked(start):
+    start()
+
+@pytest.fixture
+def one():
+    subprocess.run(["true"])
+
+@pytest.fixture
+def another(may_start_processes):
+    subprocess.run(["true"])
+
+def test_unmarked_fixture(one):
+    pass
+
+def test_marked_fixture(another):
+    pass
+
+def test_without_a_process():
+    pass
 """
 
 

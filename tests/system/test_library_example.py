@@ -25,6 +25,7 @@ def listens(path: Path) -> bool:
     return any(line.endswith(f" {path}") and line.split()[3] == "00010000" for line in sockets)
 
 
+@pytest.mark.processes
 def test_the_programs_hand_over_a_tensor(
     programs: dict[str, str], tmp_path: Path, until: Callable[[Callable[[], object]], None]
 ) -> None:

@@ -46,6 +46,7 @@ def first(members: list[Member]) -> tuple[int, dict[str, float]]:
     return member.epoch, {gauge.name: gauge.value for gauge in member.gauges}
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 async def test_s4_a_new_epoch_has_no_gauges_but_its_own(file: Path) -> None:
     """As soon as it is there, which is before its first heartbeat, and until that has come."""

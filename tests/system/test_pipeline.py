@@ -187,6 +187,7 @@ def nothing_left(deployment: Deployment, before: set[int]) -> None:
     assert not directory.exists() or os.listdir(directory) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("transport", "budget_mb", "images", "requests", "text_only"),
     [("shm", 256, 820, 500, 200), ("shm", 4, 300, 150, 20), ("cpu", 64, 300, 150, 20)],
@@ -225,6 +226,7 @@ async def test_s1_e1_every_item_arrives_bit_equal_and_in_order(
     nothing_left(deployment, before)
 
 
+@pytest.mark.processes
 async def test_l5_with_when_full_wait_everything_finds_room(deploy: Callable[..., Deployment], tmp_path: Path) -> None:
     deploy(encoders=2, budget_mb=4)
     file = tmp_path / "deployment.yaml"
@@ -238,6 +240,7 @@ async def test_l5_with_when_full_wait_everything_finds_room(deploy: Callable[...
         await all_leases_back(client)
 
 
+@pytest.mark.processes
 async def test_l5_the_wait_for_room_has_an_end(deploy: Callable[..., Deployment], tmp_path: Path) -> None:
     """An image that no pool of 1 MiB has room for waits for 300 ms, and goes inline."""
     deploy(budget_mb=1)
@@ -256,6 +259,7 @@ async def test_l5_the_wait_for_room_has_an_end(deploy: Callable[..., Deployment]
             assert (marks["processed"] - marks["received"]) / 1e9 >= least_s
 
 
+@pytest.mark.processes
 async def test_e6_every_rank_of_an_attention_group_gets_the_embeddings(
     deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
@@ -267,6 +271,7 @@ async def test_e6_every_rank_of_an_attention_group_gets_the_embeddings(
         await all_leases_back(client)
 
 
+@pytest.mark.processes
 async def test_b41_items_are_spread_by_the_assignment_that_anybody_can_compute(
     deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
@@ -280,6 +285,7 @@ async def test_b41_items_are_spread_by_the_assignment_that_anybody_can_compute(
             assert [item.rank for item in result.items] == assign(request, patches, 3)
 
 
+@pytest.mark.processes
 async def test_a_request_id_is_answered_once(deploy: Callable[..., Deployment], tmp_path: Path) -> None:
     deployment = deploy()
     async with running(deployment, tmp_path) as client:
@@ -297,6 +303,7 @@ BAD = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", BAD)
 async def test_b33_a_bad_image_fails_its_request_alone(
     deploy: Callable[..., Deployment], tmp_path: Path, kind: str
@@ -314,6 +321,7 @@ async def test_b33_a_bad_image_fails_its_request_alone(
         await all_leases_back(client)
 
 
+@pytest.mark.processes
 async def test_cancelled_and_overdue_requests_give_everything_back(
     deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
@@ -338,6 +346,7 @@ async def test_cancelled_and_overdue_requests_give_everything_back(
         await all_leases_back(client)
 
 
+@pytest.mark.processes
 async def test_b27_what_the_wire_cannot_carry_is_refused_at_once(
     deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
@@ -360,6 +369,7 @@ async def test_b27_what_the_wire_cannot_carry_is_refused_at_once(
         assert isinstance(await client.submit(["x"], deadline_s=1e6), wire.Result)
 
 
+@pytest.mark.processes
 async def test_s1_a_deployment_that_stops_answers_for_what_it_had(
     deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
@@ -382,6 +392,7 @@ async def test_s1_a_deployment_that_stops_answers_for_what_it_had(
             client.submit_nowait(["never served either"], deadline_s=1.0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
 async def test_s1_an_engine_is_spared_what_nobody_waits_for(
     deploy: Callable[..., Deployment], tmp_path: Path, how: str
@@ -412,6 +423,7 @@ async def test_a_client_of_nobody_is_told_so(deploy: Callable[..., Deployment]) 
             pass
 
 
+@pytest.mark.processes
 async def test_busy_beyond_the_limit_in_flight(deploy: Callable[..., Deployment], tmp_path: Path) -> None:
     deploy()
     file = tmp_path / "deployment.yaml"

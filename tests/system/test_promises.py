@@ -33,7 +33,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 START_S = 60.0
 DEADLINE_S = 20.0
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 DEPLOYMENT = """
 name: promises

@@ -112,7 +112,7 @@ class Running:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def run(may_start_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS), prepend=os.pathsep)
 
     @asynccontextmanager

@@ -136,6 +136,7 @@ def test_b34_a_turned_picture_has_the_hash_of_its_upright_twin_alone(kind: str, 
 # --- B36: extreme shapes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 async def test_b36_extreme_shapes_are_served_or_refused_and_the_workers_live_on(deploy: Callable[..., Path]) -> None:
     async with running(deploy()) as (_, client):
         before = {member.epoch for member in await client.refresh()}
@@ -154,6 +155,7 @@ async def test_b36_extreme_shapes_are_served_or_refused_and_the_workers_live_on(
 # --- B38, B39: one cache, and what it is told -----------------------------------------------------------------
 
 
+@pytest.mark.processes
 async def test_b38_b39_what_comes_again_has_its_embeddings(
     deploy: Callable[..., Path],
 ) -> None:
@@ -248,6 +250,7 @@ def mixed(seed: int) -> list[tuple[Part, Media | bytes]]:
     return items
 
 
+@pytest.mark.processes
 async def test_b41_output_i_belongs_to_input_i(deploy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred seeds, three ranks that take up to 100 ms a call, all at once: every item bit for bit, encoded once, by
     the rank that anybody can compute."""

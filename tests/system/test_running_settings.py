@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def up(file: Path, tmp_path: Path) -> Iterator[Path]:
+def up(may_start_processes: None, file: Path, tmp_path: Path) -> Iterator[Path]:
     """A deployment that runs, and records."""
     record = ("--record", str(tmp_path / "day.jsonl"))
     command = [sys.executable, "-P", "-m", "tensorferry", "up", "--config", str(file), *record]
@@ -69,6 +69,7 @@ def tensorferry(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+@pytest.mark.processes
 def test_what_attaches_with_other_settings_is_refused_with_both_values(up: Path, until: Callable[..., None]) -> None:
     replay = ("replay", TRACE, "--config", up, "--attach", "--speed", "max", "--limit", "2")
     submit = ("submit", "--config", up, "--text", "x")

@@ -45,6 +45,7 @@ def test_too_few_samples_have_no_trend() -> None:
     assert not trend([0.0, 1.0], [0.0, 100.0], matters=1.0).goes_up
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 async def test_what_a_stage_leaks_is_found_and_it_is_named() -> None:
     found = await soak(3.0, plant=["descriptors", "memory"], leak_every_s=0.1)

@@ -93,6 +93,7 @@ def test_b16_a_memfd_that_cannot_be_made_is_a_fact(monkeypatch: pytest.MonkeyPat
     assert probe.memfd_trial().ok
 
 
+@pytest.mark.processes
 def test_b16_no_descriptor_left_is_a_fact() -> None:
     """For real: a process that may open no more."""
     program = (
@@ -136,6 +137,7 @@ def test_facts_of_another_root(tmp_path: Path) -> None:
 # --- CUDA, by a stub driver
 
 
+@pytest.mark.processes
 def test_a_machine_that_can_do_everything(stub_cuda) -> None:
     found = probe.cuda_facts(stub_cuda.environ)
     assert (found.problem, found.driver, len(found.gpus)) == ("", 13000, 2)
@@ -146,12 +148,14 @@ def test_a_machine_that_can_do_everything(stub_cuda) -> None:
     assert all_given_back(stub_cuda)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("nvml", ["", "missing"])
 def test_an_nvlink_domain_is_known_by_nvml_and_else_by_name(stub_cuda, nvml: str) -> None:
     stub_cuda.plan(gpus=[{"name": "NVIDIA GB200", "mnnvl": True}, {"name": "NVIDIA H200"}], nvml=nvml)
     assert [gpu.mnnvl for gpu in probe.cuda_facts(stub_cuda.environ).gpus] == [True, False]
 
 
+@pytest.mark.processes
 def test_a_mig_instance_is_named_as_one(stub_cuda) -> None:
     stub_cuda.plan(gpus=[{"name": "NVIDIA A100-SXM4-40GB MIG 1g.5gb"}])
     (gpu,) = probe.cuda_facts(stub_cuda.environ).gpus
@@ -184,6 +188,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("call", FAULTS)
 def test_b17_flags_say_yes_and_a_step_says_no(stub_cuda, call: str) -> None:
     """The trial names step, call and CUresult; the others are not spoilt, and everything taken is given back."""
@@ -198,6 +203,7 @@ def test_b17_flags_say_yes_and_a_step_says_no(stub_cuda, call: str) -> None:
     assert all_given_back(stub_cuda)
 
 
+@pytest.mark.processes
 def test_b17_memory_that_opens_and_reads_wrong_is_no_memory(stub_cuda) -> None:
     stub_cuda.plan(garble=True)
     found = probe.cuda_facts(stub_cuda.environ)
@@ -206,6 +212,7 @@ def test_b17_memory_that_opens_and_reads_wrong_is_no_memory(stub_cuda) -> None:
     assert found.words.ok
 
 
+@pytest.mark.processes
 def test_b17_words_that_never_arrive(stub_cuda) -> None:
     stub_cuda.plan(deaf=True)
     assert probe.cuda_facts(stub_cuda.environ).words == Trial(
@@ -213,6 +220,7 @@ def test_b17_words_that_never_arrive(stub_cuda) -> None:
     )
 
 
+@pytest.mark.processes
 def test_no_context_is_to_be_had(stub_cuda) -> None:
     stub_cuda.plan(fail={"cuDevicePrimaryCtxRetain": "CUDA_ERROR_OUT_OF_MEMORY"})
     found = probe.cuda_facts(stub_cuda.environ)
@@ -220,6 +228,7 @@ def test_no_context_is_to_be_had(stub_cuda) -> None:
     assert (found.words, found.posix_fd, found.fabric, found.peer) == (found.ipc, found.ipc, found.ipc, None)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("plan", "problem", "missing"),
     [
@@ -237,12 +246,14 @@ def test_a_driver_that_does_not_come_up(stub_cuda, plan: dict, problem: str, mis
     assert (found.problem, found.missing, found.gpus, found.ipc) == (problem, missing, (), UNTRIED)
 
 
+@pytest.mark.processes
 def test_a_driver_without_devices(stub_cuda) -> None:
     stub_cuda.plan(gpus=[])
     found = probe.cuda_facts(stub_cuda.environ)
     assert (found.problem, found.driver, found.gpus, found.ipc) == ("", 13000, (), UNTRIED)
 
 
+@pytest.mark.processes
 def test_a_second_process_that_crashes_costs_its_trials_alone(stub_cuda) -> None:
     stub_cuda.plan(crash=["cuIpcOpenMemHandle"])
     found = probe.cuda_facts(stub_cuda.environ)
@@ -251,6 +262,7 @@ def test_a_second_process_that_crashes_costs_its_trials_alone(stub_cuda) -> None
     assert not found.posix_fd.ok
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("call", ["cuInit", "cuStreamSynchronize", "cuIpcOpenMemHandle"])
 def test_a_driver_that_hangs_is_given_up_with_all_its_processes(stub_cuda, call: str, until) -> None:
     stub_cuda.plan(hang=[call])
@@ -261,6 +273,7 @@ def test_a_driver_that_hangs_is_given_up_with_all_its_processes(stub_cuda, call:
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
+@pytest.mark.processes
 def test_this_machine_without_a_driver_says_so() -> None:
     found = probe.cuda_facts(os.environ)
     if not found.missing:
@@ -268,6 +281,7 @@ def test_this_machine_without_a_driver_says_so() -> None:
     assert "libcuda.so.1" in found.problem or "CUDA_ERROR_NO_DEVICE" in found.problem
 
 
+@pytest.mark.processes
 def test_the_caller_never_loads_cuda(stub_cuda) -> None:
     program = "import os, sys\nfrom tensorferry.codecs import probe\nassert probe.gather(os.environ).has_gpu\n"
     program += "print(*[name for name in sys.modules if name.startswith(('cuda', 'torch', 'asyncio', 'zmq'))])\n"
@@ -345,6 +359,7 @@ def test_sticky_results_exist() -> None:
     assert "CUDA_ERROR_NOT_PERMITTED" not in STICKY
 
 
+@pytest.mark.processes
 def test_r8_a_forked_child_closes_what_it_should_not_keep(tmp_path: Path) -> None:
     """With a folder of ours in the place of /dev/nvidia*; loading a driver registers the hook, once."""
     (tmp_path / "nvidia0").touch()
@@ -368,6 +383,7 @@ def test_r8_a_forked_child_closes_what_it_should_not_keep(tmp_path: Path) -> Non
     assert fork_guard.NVIDIA == "/dev/nvidia"
 
 
+@pytest.mark.processes
 def test_r8_loading_a_driver_hooks_forks(stub_cuda) -> None:
     program = (
         "import os\n"
@@ -405,6 +421,7 @@ def test_the_trials_on_this_gpu() -> None:
         assert not found.fabric.ok, "without an IMEX channel"
 
 
+@pytest.mark.processes
 @pytest.mark.gpu
 def test_the_probe_leaves_no_gpu_memory_behind() -> None:
     found = probe.cuda_facts(os.environ)

@@ -106,6 +106,7 @@ def write(folder: Path, transport: str, tokenizer: str = "", encoder: str = "") 
     return file
 
 
+@pytest.mark.processes
 def test_p4_the_start_line_of_a_command_on_a_machine_with_gpus(folder: Path, stub_cuda: Any) -> None:
     """It is read up to this line, as the stub driver runs no stage."""
     file = write(folder, "cuda_ipc", ", devices: [1]", ", devices: [0, 1]")
@@ -126,6 +127,7 @@ def test_p4_the_start_line_of_a_command_on_a_machine_with_gpus(folder: Path, stu
     assert (line["embeddings_hbm_budget_mib"], line["embeddings_mib_per_rank"]) == (14, 7)
 
 
+@pytest.mark.processes
 async def test_p4_the_start_line_says_what_the_pools_of_a_deployment_then_are(folder: Path) -> None:
     file = write(folder, "shm")
     deployment = load_deployment(file)

@@ -100,6 +100,7 @@ def test_nobody_takes_its_seals_off_or_adds_any(segment: HostSegment) -> None:
     assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == SEALS
 
 
+@pytest.mark.processes
 def test_nobody_punches_holes_into_it(segment: HostSegment) -> None:
     program = (
         "import ctypes, sys; libc = ctypes.CDLL(None, use_errno=True);"

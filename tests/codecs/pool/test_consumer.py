@@ -277,6 +277,7 @@ def machine(holder: Holder) -> type[RuleBasedStateMachine]:
     return LeasesEndWhenTheBooksSay
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("few", [0, 16], ids=["scanned", "looked up"])
 def test_b09_a_lease_ends_when_each_consumer_is_done_and_not_before(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     monkeypatch.setattr(ledger, "FEW", few)
@@ -289,7 +290,7 @@ def test_b09_a_lease_ends_when_each_consumer_is_done_and_not_before(monkeypatch:
 
 
 @pytest.fixture
-def holder() -> Iterator[Holder]:
+def holder(may_start_processes: None) -> Iterator[Holder]:
     with Holder() as holder:
         yield holder
 
@@ -333,6 +334,7 @@ def test_a_word_is_foreign_when_its_slot_has_not_had_that_generation(pool: Pool,
     assert (statistics.foreign_words, statistics.quarantined_consumers, statistics.consumers) == (2, 1, 1)
 
 
+@pytest.mark.processes
 def test_whoever_writes_foreign_words_is_told_nothing_more_and_not_believed(pool: Pool, holder: Holder) -> None:
     """Its right word may be as accidental as the wrong one, and it may still read what it has."""
     with Holder() as other:

@@ -130,7 +130,7 @@ class Zygote:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
+def zygote(may_start_processes: None) -> Iterator[Zygote]:
     started = Zygote()
     yield started
     started.close()
@@ -463,6 +463,7 @@ def seeds() -> list[range]:
     return [range(first, first + PER_TEST) for first in range(0, SCHEDULES, PER_TEST)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("seeds", seeds(), ids=lambda seeds: f"seeds {seeds[0]} to {seeds[-1]}")
 def test_l12_whoever_dies_or_stops_whenever_nothing_is_wrong_lost_or_left(
     zygote: Zygote, seeds: range, record_property: Callable[[str, object], None]
@@ -501,6 +502,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("role", "fault", "shows"), FAULTS, ids=[fault for _, fault, _ in FAULTS])
 def test_the_schedules_find_it(zygote: Zygote, role: str, fault: str, shows: str) -> None:
     for seed in range(40):

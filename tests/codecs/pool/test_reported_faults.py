@@ -149,6 +149,7 @@ async def test_b01_a_slow_consumer_costs_no_memory_and_reclaim_needs_no_traffic(
         assert publisher.drafts["pool"] + publisher.drafts["pool_full"] == 200
 
 
+@pytest.mark.slow
 def test_b03_seven_images_that_do_not_fit_go_inline_with_one_warning() -> None:
     processor = make_processor("qwen2-vl", {}, LimitsSpec())
     counters = Counters()
@@ -246,6 +247,7 @@ def test_b10_crash_after_crash_leaves_no_memory(start_peer: Callable[[], Peer], 
     assert set(os.listdir("/dev/shm")) == shared_memory
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("leaves", ["by itself", "killed"])
 async def test_b11_memory_stays_when_a_reader_leaves(leaves: str) -> None:
     """The reader is an unrelated process, and says nothing on its way out."""
@@ -382,7 +384,7 @@ GATED_ROWS, FAILING_TOKENS = 11, 666  #: where the odd adapter waits, and the od
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def run(may_start_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """A running deployment: (its description, a client, the gate of the odd adapter)."""
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS), prepend=os.pathsep)
 

@@ -157,6 +157,7 @@ def test_a_linked_summary_stays_linked(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_bytes() == b"{}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_killed_writer_leaves_nothing(tmp_path: Path, by: signal.Signals) -> None:
     program = """if True:

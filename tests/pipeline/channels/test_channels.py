@@ -114,7 +114,7 @@ def dropped() -> list[BadMessage]:
 
 
 @pytest.fixture
-def child() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def child(may_start_processes: None) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """child(code, *arguments): a new Python process that knows the channels; killed at the end."""
     running: list[subprocess.Popen[bytes]] = []
 
@@ -849,6 +849,7 @@ async def test_a_closed_inbox_leaves_no_file_and_takes_nobody_elses(context, add
     outbox.close()
 
 
+@pytest.mark.processes
 async def test_children_inherit_no_descriptor_of_ours(context, address, dropped):
     inbox = Inbox(context, address, LIMITS, dropped.append)
     outbox = Outbox(context, address, "self")

@@ -382,6 +382,7 @@ def greeting(mechanism: bytes) -> bytes:
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 async def test_b28_a_deployment_on_a_network_answers_those_it_knows_and_no_one_else(folder: Path) -> None:

@@ -160,6 +160,7 @@ def send(pool: Pool, data: bytes, column: int) -> bytes:
     return encode(proxy).hex().encode() + b"\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_l12_a_consumer_reads_and_gives_back_and_its_death_gives_back_the_rest(
     path: str, pool: Pool, run: Callable[[Coroutine[Any, Any, None]], None]
@@ -196,6 +197,7 @@ def kill_and_wait(pid: int) -> None:
         os.close(pidfd)
 
 
+@pytest.mark.processes
 async def test_a_death_that_the_pool_finds_first_is_told_all_the_same(path: str, pool: Pool) -> None:
     heard = Heard()
     async with heard.broker(path, pool), consumer(path, pool) as (process, _):
@@ -218,6 +220,7 @@ async def test_the_socket_file_is_for_this_user_alone_and_goes_with_the_broker(p
     assert os.listdir(os.path.dirname(path)) == []
 
 
+@pytest.mark.processes
 async def test_a_socket_file_that_was_removed_is_made_again_and_a_conversation_goes_on(path: str, pool: Pool) -> None:
     admitted: list[int] = []
     async with Broker(path, pool, lambda _, column: admitted.append(column)) as broker:
@@ -472,6 +475,7 @@ async def falls_asleep(it: Misbehaving) -> None:
     it.greet()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", BEHAVIOURS)
 async def test_a_misbehaving_consumer_harms_nobody(
     name: str, path: str, pool: Pool, belongings: Callable[[], Any], left: Callable[[Any], list[str]]
@@ -575,11 +579,12 @@ IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--
 
 
 @pytest.fixture
-def can_unshare() -> None:
+def can_unshare(may_start_processes: None) -> None:
     if subprocess.run([*IN_A_NAMESPACE, "true"], stderr=subprocess.DEVNULL).returncode:
         pytest.skip("this machine lets us make no PID namespace")
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("can_unshare")
 async def test_b16_a_consumer_in_a_pid_namespace_that_cannot_be_seen_is_refused(path: str) -> None:
     pipe = asyncio.subprocess.PIPE
@@ -628,6 +633,7 @@ async def silent(path: str, times: int) -> AsyncIterator[asyncio.subprocess.Proc
         await process.communicate()
 
 
+@pytest.mark.processes
 async def test_a_process_that_holds_all_places_silently_keeps_nobody_out(path: str, pool: Pool) -> None:
     """Nor with the many that wait for a place in front of the others; its conversations never reach their deadline."""
     heard = Heard()
@@ -640,6 +646,7 @@ async def test_a_process_that_holds_all_places_silently_keeps_nobody_out(path: s
         assert broker.refused <= 500 - 64 + 3  # no more of its conversations are ended than others need
 
 
+@pytest.mark.processes
 async def test_of_several_processes_the_one_with_the_most_gives_way_and_the_only_ones_never(
     path: str, pool: Pool
 ) -> None:

@@ -22,10 +22,13 @@ DEADLINE_S = 60.0
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0,
-    reason="no PID namespace can be made here",
-)
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("can_unshare")]
+
+
+@pytest.fixture(scope="module")
+def can_unshare() -> None:
+    if shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespace can be made here")
 
 
 @pytest.mark.parametrize("command", [["up"], ["start", "scheduler"]], ids=["up", "start"])

@@ -59,7 +59,7 @@ class Life:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Life]]:
+def start(may_start_processes: None) -> Iterator[Callable[..., Life]]:
     with ExitStack() as lives:
 
         def begin(behaviour: str, tether: Tether | None = None) -> Life:
@@ -160,6 +160,7 @@ def test_a_bug_keeps_its_traceback(start: Callable[..., Life]) -> None:
     assert err.endswith("ZeroDivisionError\nin life-0\n")
 
 
+@pytest.mark.processes
 def test_b22_a_process_takes_as_many_descriptors_as_it_may_have() -> None:
     code = """
 import asyncio, resource
@@ -250,6 +251,7 @@ def kernel_tells_first(life: Life, ends: Ends) -> None:
     life.signal(signal.SIGHUP)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("lose", [lifeline_is_cut, told_to_cancel_and_cut, kernel_tells_first])
 @pytest.mark.parametrize("behaviour", ["drains", "never_drains", "is_never_ready"])
 def test_b45_an_orphan_cleans_up_and_goes_with_all_it_has_started(
@@ -268,6 +270,7 @@ def test_b45_an_orphan_cleans_up_and_goes_with_all_it_has_started(
             relative.kill()
 
 
+@pytest.mark.processes
 def test_b45_a_drain_and_the_loss_of_the_supervisor_at_once(start: Callable[..., Life], ends: Ends) -> None:
     life = start("drains", ends.tether)
     life.heard("ready")
@@ -317,6 +320,7 @@ def holding(tether: Tether) -> Sequence[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.processes
 def test_b45_one_that_is_still_starting_dies_with_its_parent(ends: Ends) -> None:
     starter = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:], close_fds=False); "
     starter += "print(child.pid, flush=True); child.wait()"
@@ -338,6 +342,7 @@ def test_b45_one_that_is_still_starting_dies_with_its_parent(ends: Ends) -> None
         os.close(pidfd)
 
 
+@pytest.mark.processes
 def test_b45_one_that_starts_after_its_parent_has_died_does_not_start(ends: Ends) -> None:
     ends.cut()
     orphan = subprocess.run(

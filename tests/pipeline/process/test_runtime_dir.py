@@ -67,7 +67,7 @@ def runtime(base: Path) -> Runtime:
 
 
 @pytest.fixture
-def child(base: Path) -> Iterator[Start]:
+def child(may_start_processes: None, base: Path) -> Iterator[Start]:
     """child(code): a new process with the same runtime; killed at the end."""
     running: list[subprocess.Popen[str]] = []
 
@@ -162,6 +162,7 @@ def test_the_identity_is_the_name_alone(base):
     assert Runtime.of(one) == Runtime.of(other)
 
 
+@pytest.mark.processes
 def test_b23_both_ends_compute_the_same_whatever_tmpdir_is(base):
     code = """
     import sys

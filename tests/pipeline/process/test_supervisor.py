@@ -91,7 +91,7 @@ class Place:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place(may_start_processes: None) -> Iterator[Place]:
     with tempfile.TemporaryDirectory(prefix="ferry-") as folder:
         place = Place(Path(folder) / "run", Path(folder) / "journal")
         yield place
@@ -193,6 +193,7 @@ async def test_a_long_life_makes_up_for_short_ones(place: Place) -> None:
                 await asyncio.sleep(0.005)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("most", [5, 1])
 async def test_b22_a_stage_that_cannot_be_started_again_now_is_tried_later(place: Place, most: int) -> None:
     """For want of descriptors, memory or processes; not for ever."""
@@ -233,6 +234,7 @@ async def test_those_that_are_late_are_named(place: Place) -> None:
             pytest.fail("it is not running")
 
 
+@pytest.mark.processes
 async def test_a_command_that_is_not_there_is_an_error(place: Place) -> None:
     def command(stage: str, rank: int) -> list[str]:
         return ["/there/is/no/such/program"] if stage == "encoder" else place.command()(stage, rank)
@@ -464,7 +466,7 @@ class Up:
 
 
 @pytest.fixture
-def up(place: Place) -> Iterator[Callable[..., Up]]:
+def up(may_start_processes: None, place: Place) -> Iterator[Callable[..., Up]]:
     with ExitStack() as undo:
 
         def start(*behaviours: str, session: bool = True) -> Up:
@@ -510,6 +512,7 @@ def test_a_stage_that_cannot_be_kept_alive_is_the_last_word(up: Callable[..., Up
     assert " exited with status 0, so the deployment was stopped" in started.errors.splitlines()[-1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stopped", [False, True])
 def test_b45_nothing_survives_a_supervisor_that_is_killed(
     place: Place, up: Callable[..., Up], until: Callable[..., None], stopped: bool
@@ -587,6 +590,7 @@ def tensorferry(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "tensorferry", *map(str, arguments)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_out_of_range_is_a_usage_error_that_names_the_range(deployment_file: Path, rank: int) -> None:
     command = tensorferry("start", "encoder", "--rank", rank, "--config", deployment_file)
@@ -597,6 +601,7 @@ def test_a_rank_out_of_range_is_a_usage_error_that_names_the_range(deployment_fi
     assert ", 0 to 1" in words
 
 
+@pytest.mark.processes
 def test_a_stage_that_read_something_else_than_its_supervisor_does_not_start(deployment_file: Path) -> None:
     reading, writing = os.pipe()
     try:
@@ -615,6 +620,7 @@ def test_a_stage_that_read_something_else_than_its_supervisor_does_not_start(dep
     assert "deployment.yaml: was changed while the deployment was starting" in " ".join(done.stderr.split())
 
 
+@pytest.mark.processes
 def test_up_says_when_it_is_ready_and_drains_without_a_trace(place: Place, deployment_file: Path) -> None:
     command = tensorferry("up", "--config", deployment_file, "--set", "encoder.ranks=1")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

@@ -36,7 +36,7 @@ log = structlog.get_logger()  # before it is configured, as modules do
 
 
 @pytest.fixture
-def logged() -> Callable[..., str]:
+def logged(may_start_processes: None) -> Callable[..., str]:
     """logged(code): what a new process that runs it writes to stderr."""
 
     def run(code: str) -> str:
@@ -231,6 +231,7 @@ log.error("after")
 )
 
 
+@pytest.mark.processes
 def test_b07_a_log_that_nobody_reads_holds_nobody_up_and_says_what_is_missing():
     """As when `less` shows the first page, or a collector of logs is stopped."""
     pipe, command = subprocess.PIPE, [sys.executable, "-c", LOGS_FOR_EVER]
@@ -246,6 +247,7 @@ def test_b07_a_log_that_nobody_reads_holds_nobody_up_and_says_what_is_missing():
     assert found[-1]["lines_lost"] + len(found) == 5001
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["full", "closed"])
 def test_b10_a_log_that_cannot_be_written_ends_nobody(how, tmp_path):
     """On a full disk, and behind `| head`."""

@@ -350,6 +350,7 @@ def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert (said.exit_code, "tensorferry[otel]" in said.stderr) == (2, True)
 
 
+@pytest.mark.processes
 def test_without_the_key_nothing_of_it_is_imported() -> None:
     """In particular not where it is not installed."""
     modules = "tensorferry.stages.tokenizer.tokenizer, tensorferry.stages.encoder.encoder"
@@ -381,6 +382,7 @@ def photo(seed: int) -> bytes:
         return file.getvalue()
 
 
+@pytest.mark.processes
 async def test_a_deployment_tells_of_every_request_and_call(
     receiver: Receiver, tmp_path: Path, until: Callable[..., None]
 ) -> None:

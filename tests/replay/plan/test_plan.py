@@ -244,6 +244,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         yield file
 
 
+@pytest.mark.processes
 def test_the_ledger_against_a_runs_own_times_has_the_runs_own_fallbacks(deployment: Path, tmp_path: Path) -> None:
     """The bundled trace with a pool that is too small. What another size then has is `benchmarks/plan.py`'s to show.
 

@@ -151,6 +151,7 @@ def test_runs_without_an_answer_are_compared_by_what_they_have(make_run: MakeRun
 # --- the commands -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_compare_prints_a_table_or_json_and_writes_a_page(four_runs: Path, tmp_path: Path) -> None:
     html = tmp_path / "compare.html"
@@ -241,6 +242,7 @@ def runtime() -> Iterator[str]:
         yield f"runtime_dir={path}/run"
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("plots")
 def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: str) -> None:
     """Real replays of real deployments."""
@@ -257,6 +259,7 @@ def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: s
     assert "latency p50" in result.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str, how: signal.Signals) -> None:

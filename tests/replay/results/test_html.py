@@ -90,6 +90,7 @@ def test_results_that_are_not_all_there_are_refused(make_run: MakeRun, tmp_path:
         read_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_report_is_one_file_that_loads_nothing(make_run: MakeRun, tmp_path: Path) -> None:
     html = report(read_run(make_run(tmp_path, range(10, 60), inline=(3, 4))))
     reader = read(html)
@@ -98,6 +99,7 @@ def test_a_report_is_one_file_that_loads_nothing(make_run: MakeRun, tmp_path: Pa
     assert reader.tags.count("svg") == 8
 
 
+@pytest.mark.slow
 def test_a_report_follows_light_and_dark(make_run: MakeRun, tmp_path: Path) -> None:
     """No plot has a colour of its own: each is a variable, and the style sheet has it twice."""
     html = report(read_run(make_run(tmp_path))).decode()
@@ -114,6 +116,7 @@ def test_a_report_says_what_was_done_and_what_came_of_it(make_run: MakeRun, tmp_
         assert part in said, part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "few"), [(25, True), (100, False)])
 def test_a_report_says_where_a_p99_is_a_maximum(make_run: MakeRun, tmp_path: Path, count: int, few: bool) -> None:
     said = read(report(read_run(make_run(tmp_path, range(count))))).text
@@ -172,6 +175,7 @@ def test_names_of_any_length_leave_room_for_the_plot() -> None:
     assert "\u2026" in element
 
 
+@pytest.mark.slow
 def test_what_a_trace_says_is_text_and_not_markup(make_run: MakeRun, tmp_path: Path) -> None:
     config = {"name": "<script>alert(1)</script>"}
     reader = read(report(read_run(make_run(tmp_path, config=config))))
@@ -179,6 +183,7 @@ def test_what_a_trace_says_is_text_and_not_markup(make_run: MakeRun, tmp_path: P
     assert "<script>alert(1)</script>" in reader.text
 
 
+@pytest.mark.slow
 def test_the_same_run_makes_the_same_page(make_run: MakeRun, tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path))
     assert report(run) == report(run)

@@ -100,6 +100,7 @@ def test_the_driver_before_it_was_open_says_its_version_elsewhere(tmp_path: Path
     assert this_machine(tmp_path).driver == "535.183.01"
 
 
+@pytest.mark.processes
 def test_nothing_is_imported_and_no_name_server_asked() -> None:
     program = """
 import socket, sys
@@ -116,6 +117,7 @@ sys.exit("torch" in sys.modules)
 # --- said ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_the_page_says_it_too(make_run: MakeRun, tmp_path: Path) -> None:
     page = report(read_run(with_machine(make_run(tmp_path), HOST))).decode()
@@ -153,6 +155,7 @@ def test_of_many_runs_some_are_named(make_run: MakeRun, tmp_path: Path) -> None:
 # --- folders of earlier versions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_folders_of_earlier_versions_are_read(make_run: MakeRun, tmp_path: Path) -> None:
     config = {"name": "a", "pool": {"budget_mb": 64}}

@@ -114,6 +114,7 @@ def test_a_folder_of_runs_is_no_run(make_run: MakeRun, tmp_path: Path) -> None:
         require_free(tmp_path / "out", "sweep.json", overwrite=True)
 
 
+@pytest.mark.processes
 def test_a_sweep_that_still_runs_is_not_replaced(make_run: MakeRun, tmp_path: Path) -> None:
     """Nor one that was killed while a replay of it runs on: that would write into the new folder."""
     out = a_sweep(make_run, tmp_path / "out")

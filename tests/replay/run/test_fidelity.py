@@ -128,6 +128,7 @@ def sent_ms(replay: Replay) -> list[tuple[int, float]]:
 # --- 2, 4: times, against a service in another process ------------------------------------------------------------
 
 
+@pytest.mark.processes
 async def test_latency_is_what_the_service_took_and_lateness_what_the_sender_lost() -> None:
     """40 requests, 10 ms apart, to a service that answers after 30 ms and stands still once for 300 ms: an open loop
     goes on sending, so the requests of those 300 ms are all late, by their latency and not by their sending."""
@@ -304,6 +305,7 @@ def test_the_same_file_and_seed_send_the_same_bytes(file: str) -> None:
     assert prepared_from(fewer).payload_sha256 != first
 
 
+@pytest.mark.processes
 def test_equal_blocks_are_equal_tokens_in_every_process() -> None:
     program = (
         "from tensorferry.replay.workload.token_ids import TokenSource\n"

@@ -38,6 +38,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_hostile_line_costs_no_more_than_its_bytes(tmp_path: Path, name: str) -> None:
     path = tmp_path / "trace"

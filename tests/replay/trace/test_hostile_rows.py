@@ -115,6 +115,7 @@ def with_odd(row: dict[str, Any], place: tuple[Any, ...], value: object) -> dict
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -137,6 +138,7 @@ def test_an_odd_value_costs_its_row_alone(tmp_path: Path, name: str, data: st.Da
     assert ([request.at_ns for request in own.requests], own.drops) == ([r.at_ns for r in trace.requests], [])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bytes_that_are_changed_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:

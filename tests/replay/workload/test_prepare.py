@@ -86,6 +86,7 @@ def test_a_size_depends_on_seed_line_and_index_alone() -> None:
     assert len(set(draws.values())) > 5
 
 
+@pytest.mark.processes
 def test_choices_are_the_same_in_every_process() -> None:
     """Python's own hash of a string is not."""
     program = "from tensorferry.replay.trace.seeds import choose; print(choose(3, 'photo', 17, 2))"

@@ -31,6 +31,7 @@ def like_qwens(path: Path) -> None:
     tokenizer.save(str(path))
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_no_invented_prompt_is_refused_for_a_special_token(tmp_path: Path) -> None:
     vocabulary, trace, file, out = (tmp_path / name for name in ("tokenizer.json", "t.csv", "d.yaml", "out"))

@@ -417,6 +417,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_p7_the_static_table_says_what_the_classes_say() -> None:
     for name, entry in registry.BUILT_IN.items():
         assert registry.supports_cuda_vmm_feature_transport(name) is entry.supports_cuda_vmm_feature_transport
@@ -469,6 +470,7 @@ assert "torch" not in sys.modules, "torch was imported"
 """
 
 
+@pytest.mark.processes
 def test_p7_answers_without_torch() -> None:
     child = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr

@@ -160,6 +160,7 @@ def test_in_bfloat16_we_are_as_near_to_float32_as_transformers_is(theirs: Any, c
     assert 0 < error <= 1.5 * allowed
 
 
+@pytest.mark.slow
 def test_what_is_compiled_takes_items_of_any_size(
     theirs: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

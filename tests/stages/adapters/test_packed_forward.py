@@ -23,6 +23,8 @@ from tensorferry.stages.adapters.base import WarmsUp
 from tensorferry.stages.adapters.packed_forward import Packed
 from tensorferry.stages.adapters.rotary import angles_of, turned
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ START_S, DEADLINE_S = 60.0, 20.0
 SIDE = 28  #: pixels a side of the block that becomes one row
 POISONED, CRASHING = 11, 13  #: rows, as in programs/picky_adapter.py
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 DEPLOYMENT = """
 name: encoder-batches

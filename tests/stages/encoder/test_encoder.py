@@ -641,6 +641,7 @@ def said(pixels: Sequence[int], answer: list[tuple[int, int]] | str) -> bool:
     return answer in refused if refused else answer == list(enumerate(pixels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 async def test_whatever_comes_together_output_i_belongs_to_input_i(rank_of: Any, seed: int) -> None:
     """Requests of good and bad items, equal and different, some given up, in batches and caches of any size."""

@@ -434,6 +434,7 @@ def answered_here(deployment: Deployment, parts: Sequence[Part], output_tokens: 
     return generated(engine.model, EngineRequest(bytes(16), ids, spans, embeddings, output_tokens))
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 async def test_image_to_text_through_a_whole_deployment(tmp_path: Path, short_path: Path) -> None:
     file = tmp_path / "deployment.yaml"

@@ -304,6 +304,7 @@ def planned(data: memoryview) -> str:
     return "accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_looking_at_a_file_is_bounded_by_its_length(shape: str) -> None:
     for mib in (1, 8, 64):
@@ -334,6 +335,7 @@ def test_a_file_of_many_profiles_is_planned_by_its_first(shape: str) -> None:
     assert planned(memoryview(SHAPES[shape](MIB))) == "accepted"
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 async def test_a_normal_request_beside_dear_files_is_answered_and_who_is_too_dear_fails_for_good() -> None:
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:  # whose path leaves room for the names of sockets

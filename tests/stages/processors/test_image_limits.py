@@ -195,6 +195,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
     }
 
 
+@pytest.mark.processes
 def test_bombs_cost_little_time_and_memory(tmp_path: Path):
     expected = bombs()
     for name, (data, _) in expected.items():
@@ -213,6 +214,7 @@ def test_bombs_cost_little_time_and_memory(tmp_path: Path):
     assert not done.stderr
 
 
+@pytest.mark.processes
 def test_memory_that_does_not_suffice_is_bad_media(tmp_path: Path):
     """A picture within the limits, in a process too small for it."""
     (tmp_path / "large.png").write_bytes(encoded(Image.new("L", (7000, 5500)), "PNG"))

@@ -151,6 +151,7 @@ def test_bfloat16_is_float32_rounded() -> None:
     assert one != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(50, 30), (56, 28), (2100, 1900)])
 def test_a_gpu_makes_the_same(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arithmetic, run by torch on the host."""

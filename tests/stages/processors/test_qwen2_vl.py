@@ -392,6 +392,7 @@ def test_users_own_processor_is_built_by_its_class():
     assert made.options.min_pixels == 784
 
 
+@pytest.mark.processes
 def test_checking_a_name_imports_neither_pillow_nor_torch():
     program = (
         "import sys; from tensorferry.stages.processors.registry import check_processor; "

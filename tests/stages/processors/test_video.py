@@ -367,6 +367,7 @@ async def running(file: Path) -> AsyncIterator[Client]:
         yield client
 
 
+@pytest.mark.processes
 async def test_a_video_through_a_whole_deployment(tmp_path: Path, short_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text(DEPLOYMENT.format(runtime_dir=short_path / "run"))

@@ -122,6 +122,7 @@ def test_clients_that_went_away_are_forgotten() -> None:
     Rate(None).take("ann", 0.0)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 async def test_b43_a_flood_of_images_meets_busy_and_memory_stays_under_the_cap() -> None:
     """Its pixel tensors are 25 times the cap: without it they would all be made at once."""
@@ -162,6 +163,7 @@ async def test_b43_a_flood_of_images_meets_busy_and_memory_stays_under_the_cap()
             assert max(grown.values()) < 4 * cap_mb, grown
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 async def test_b43_who_asks_is_answered_while_large_images_are_decoded() -> None:
     """Decoding is beside the event loop: on it, there would be at most one answer after each image."""

@@ -303,6 +303,7 @@ def digested(seed: int, rows: int) -> tuple[Embeddings, bytes]:
     return Embeddings({"digest": array, "embeddings": np.broadcast_to(array, (rows, 32))}), digest
 
 
+@pytest.mark.processes
 @pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
 @pytest.mark.parametrize(
     ("settings", "how"),
@@ -346,6 +347,7 @@ async def test_e3_e6_they_reach_every_scheduler_of_the_group_and_no_encoder(
         await settled(client, images)
 
 
+@pytest.mark.processes
 async def test_e3_one_that_does_not_match_fails_alone(deploy: Callable[..., tuple[Deployment, Path]]) -> None:
     good = Embeddings({"embeddings": rows_of(4, 256)})
     nan = rows_of(4, 256, seed=1)

@@ -249,6 +249,7 @@ def record_a_replay(file: Path, trace: Path, record: Path, *options: str) -> Non
             serving.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("options", [(), ("--record-media",)])
 def test_a_record_of_a_replay_is_replayed_as_the_same_requests(

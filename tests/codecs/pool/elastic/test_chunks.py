@@ -91,6 +91,7 @@ def joined(ranges: list[Range]) -> list[Range]:
     return list(zip(starts, [byte + 1 for byte in there if byte + 1 not in there], strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     st.lists(st.sampled_from("aaamr"), min_size=1, max_size=12),
@@ -257,6 +258,7 @@ class ChunksKeepTheirLaws(RuleBasedStateMachine):
         assert self.chunks.mapped == sorted(self.mapped)
 
 
+@pytest.mark.slow
 def test_chunks_keep_their_laws() -> None:
     run_state_machine_as_test(ChunksKeepTheirLaws, settings=settings(max_examples=200, stateful_step_count=50))
 
@@ -297,6 +299,7 @@ class TakesTheDeadForHolders(Chunks):
             mapped.sent.discard(column)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant",
     [

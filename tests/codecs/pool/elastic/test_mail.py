@@ -812,6 +812,7 @@ class UnreliablePost:
                 self.take([answer], back, back)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
