@@ -15,7 +15,7 @@ def report(groups: Sequence[Group], comparison: Comparison) -> bytes:
     first = groups[0].runs[0].summary
     runs = sum(len(group.runs) for group in groups)
     title = f"{len(groups)} ways to run {first.trace.file.rpartition('/')[2]}"
-    lead = f"{runs} runs; intervals cover 95 %; changes are from the first row"
+    lead = f"{runs} runs; values are means of runs, with intervals of 95 %; changes are from the first row"
     return page.document(
         title,
         page.header(title, lead, comparison.warnings),
