@@ -13,8 +13,8 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.pool.attached_pool import Imported
-from tensorferry.codecs.pool.consumer import close_all
 from tensorferry.codecs.pool.pool import Pool
+from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.pipeline.deployment.load import Deployment, PoolSpec
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.runtime_dir import Runtime
