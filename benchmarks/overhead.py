@@ -2,7 +2,7 @@
 
 Three deployments with adapters that do nothing are up, and take turns: off, on, spans; then spans, on, off; and so on.
 What an arm spends in four turns and what `off` spends in those beside them are a pair, so a machine that gets busier
-meets all of them. What is said is the mean of the ratios and differences, with bootstrap intervals over the pairs.
+meets all of them. What is said is the mean of the ratios and differences, with t intervals over the pairs.
 
 Against a deployment as it is by default, with its processor and model, the same difference is set: seeing a request
 costs the same whatever is made of it, and beside a model's 90 ms the noise of a shared machine is larger than it.
@@ -27,7 +27,7 @@ from benchmarks.results import Outcome, Scale, Verdict, measurement, quantile
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.process.runtime_dir import Runtime
-from tensorferry.replay.results import confidence
+from tensorferry.replay.results.confidence import Repeats
 
 _IN_FLIGHT = 8
 _SLICES = 4  #: of a turn, in which the arms alternate: others' work beside it comes and goes within a turn
@@ -91,8 +91,8 @@ def overhead(scale: Scale) -> Outcome:
     found, verdicts = [measurement("no-op adapters: off", "ms", spent["off"])], []
     for name in list(ARMS)[1:]:
         pairs = list(zip(spent[name], spent["off"], strict=True))
-        times = confidence.mean([on / off for on, off in pairs]).estimate
-        more_ms = confidence.mean([max(0.0, on - off) for on, off in pairs]).estimate
+        times = Repeats(tuple(on / off for on, off in pairs)).estimate
+        more_ms = Repeats(tuple(max(0.0, on - off) for on, off in pairs)).estimate
         details = {"times": times.value, "times_low": times.low or 0.0, "times_high": times.high or 0.0}
         details |= {"more_ms": more_ms.value, "more_high_ms": more_ms.high or 0.0}
         found.append(measurement(f"no-op adapters: {name}", "ms", spent[name], details=details))

@@ -25,16 +25,15 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--html", type=OutFile(), help="Write a page with plots too.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(folders: tuple[Path, ...], html: Path | None, seed: int, as_json: bool) -> None:
+def command(folders: tuple[Path, ...], html: Path | None, as_json: bool) -> None:
     """Compare the runs in FOLDERS, which `replay --out` or `sweep` has written.
 
-    Runs of equal settings are repeats, and give one row with 95 % confidence intervals. The first row is what the
-    others are compared with.
+    Runs of equal settings are repeats, and give one row: the mean of the runs' values, with its 95 % confidence
+    interval. The first row is what the others are compared with.
     """
     groups = grouped(find_runs(folders))
-    comparison = compare(groups, seed)
+    comparison = compare(groups)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
     else:

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import msgspec
-from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.config import load_deployment, placing, set_option
+from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.outfile import OutFile
-from tensorferry.cli.replay import PLAIN_WIDTH, Sizer, speed_option
-from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_options
-from tensorferry.cli.values import Real
+from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.tracefile import trace_argument
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.replay.plan.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
 from tensorferry.replay.plan.page import report
-from tensorferry.replay.plan.pool_stays import Arrival, Measured, Stations, given
-from tensorferry.replay.plan.pool_stays import measured as visits_of_run
+from tensorferry.replay.plan.pool_stays import Measured, measured
 from tensorferry.replay.results.html import charts
 from tensorferry.replay.results.report import size_text
 from tensorferry.replay.results.result_folder import Run, read_run
-from tensorferry.replay.run.schedule import Speed
-from tensorferry.replay.trace.formats.token_counts import Keys
-from tensorferry.replay.trace.loaded_trace import load
-from tensorferry.replay.trace.trace_file import Recording
-from tensorferry.replay.trace.window import Moment, Window
-from tensorferry.replay.workload.image_models import image_model
-from tensorferry.replay.workload.photos import load_photos
-from tensorferry.replay.workload.prepare import prepare
-from tensorferry.replay.workload.token_ids import TokenSource
-from tensorferry.stages.assignment import owners
-from tensorferry.stages.processors.base import BadMedia, Processor
-from tensorferry.stages.processors.registry import make_processor
+from tensorferry.replay.trace.text_lines import Source
 
 _BAR = 40
-_OF_THE_RUN = ("speed", "start", "end", "limit")  #: options that a replay had already
 
 
 @click.command()
@@ -52,86 +36,29 @@ _OF_THE_RUN = ("speed", "start", "end", "limit")  #: options that a replay had a
 @set_option
 @click.option(
     "--measured",
+    "folder",
+    required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A replay's --out folder: TRACE as it ran here, best with a large pool.",
 )
-@click.option("--processing-ms", type=Real(0, 1e6), help="Of 1,000 patches in a thread, without --measured.")
-@click.option("--encoding-ms", type=Real(0, 1e6), help="Of 1,000 patches in a rank, without --measured.")
-@speed_option
-@reading_options
-@window_options
-@click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
-@media_option
 @click.option("--html", type=OutFile(), help="Write a page with the plot too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.pass_context
-def command(
-    ctx: click.Context,
-    trace: Path,
-    file: Path,
-    settings: tuple[str, ...],
-    measured: Path | None,
-    processing_ms: float | None,
-    encoding_ms: float | None,
-    speed: Speed,
-    rate: float | None,
-    keys: Keys | None,
-    seed: int,
-    start: Moment | None,
-    end: Moment | None,
-    limit: int | None,
-    media_roots: tuple[Path, ...],
-    html: Path | None,
-    as_json: bool,
-) -> None:
+def command(trace: Path, file: Path, settings: tuple[str, ...], folder: Path, html: Path | None, as_json: bool) -> None:
     """Say which pool.budget_mb keeps fallbacks under 1 % and under 0.1 % for TRACE.
 
-    How long items keep their place comes from a run (--measured), or from given times (--processing-ms and
-    --encoding-ms). With --measured the run's own speed and window count.
+    The run in the folder of --measured says when each item came and how long it kept its place.
     """
     deployment = load_deployment(file, settings)
     if deployment.transport == "cpu":
         raise ConfigError(str(file), None, "transport", "cpu has no pools to plan; use another")
-    recording = opened(trace, rate, keys, seed)
-    run, less = None, list[str]()
-    if measured is not None:
-        if processing_ms is not None or encoding_ms is not None:
-            raise click.UsageError(
-                "--measured has the times already; leave --processing-ms and --encoding-ms away", ctx
-            )
-        given_too = [name for name in _OF_THE_RUN if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE]
-        if given_too:
-            names = ", ".join(f"--{name}" for name in given_too)
-            raise click.UsageError(f"--measured is a run that had its own {names}; leave that away", ctx)
-        run = read_run(measured)
-        times = _as_measured(run, recording, deployment)
-        visits, read, less = times.visits, run.summary.requests.read, list(_less_known(times))
-    elif processing_ms is None or encoding_ms is None:
-        raise click.UsageError("say how long things take: --measured DIR, or --processing-ms and --encoding-ms", ctx)
-    elif speed.ratio is None:
-        raise click.BadParameter("a plan needs times, and max has none", ctx, param_hint="--speed")
-    else:
-        stations = _stations(deployment, processing_ms, encoding_ms)
-        with placing(file, settings):
-            processor = make_processor(deployment.tokenizer.processor, deployment.tokenizer.options, deployment.limits)
-        arrivals, read = _arrivals(recording, processor, speed, Window(start, end), limit, seed, media_roots)
-        visits = given(
-            arrivals,
-            stations,
-            lambda request, patches, ranks: owners("balanced", request, patches, [b""] * len(patches), ranks),
-        )
-    if len(visits) < read:
-        less.insert(0, _left_out(len(visits), read, "or were not ok in the run" if run is not None else "or fail"))
-    if (limited := _limited(run)) is not None:
-        less.insert(0, limited)
+    run = read_run(folder)
+    times = _times_of(run, trace, deployment)
     rules = rules_of(deployment)
-    found = plan(visits, rules)
-    answers = list(_answers(found))
-    if run is not None:
-        answers.append(_check(run, visits, rules))
-    answers += less
+    found = plan(times.visits, rules)
+    caveats = [*_limited(run), *_caveats(times, run.summary.requests.read)]
+    answers = [*_answers(found), _check(run, times.visits, rules), *caveats]
     if as_json:
-        for caveat in less:
+        for caveat in caveats:
             click.echo(caveat, err=True)
         click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
     else:
@@ -192,29 +119,23 @@ def _budget_mb(run: Run) -> int:
     return budget_mb
 
 
-def _left_out(planned: int, read: int, failed: str) -> str:
-    """What a plan does not cover."""
-    return (
-        f"Planned {planned} of the {read} requests read: the others have no item for a pool, cannot be sent, {failed}."
-    )
-
-
-def _limited(run: Run | None) -> str | None:
+def _limited(run: Run) -> Iterator[str]:
     """That a run was of a part of its trace, as a plan of it then is."""
-    if run is None:
-        return None
     setup, outside = run.summary.run, run.summary.trace.outside
     parts = [] if setup.limit is None else [f"--limit {setup.limit}"]
     parts += [f"a window that left out {outside} requests"] if outside else []
-    if not parts:
-        return None
-    return (
-        f"The run was of a part of the trace ({' and '.join(parts)}): {run.summary.requests.read} requests were read."
-    )
+    if parts:
+        read = run.summary.requests.read
+        yield f"The run was of a part of the trace ({' and '.join(parts)}): {read} requests were read."
 
 
-def _less_known(times: Measured) -> Iterator[str]:
-    """What the run did not record, and what was taken in its place."""
+def _caveats(times: Measured, read: int) -> Iterator[str]:
+    """What the plan does not cover of the requests read; what the run did not record, and what was taken instead."""
+    if len(times.visits) < read:
+        yield (
+            f"Planned {len(times.visits)} of the {read} requests read: the others have no item for a pool, cannot be "
+            "sent, or were not ok in the run."
+        )
     if times.until_collected:
         yield (
             f"Of {times.until_collected} of {times.items} items the run does not say when they were read; they are "
@@ -227,57 +148,12 @@ def _less_known(times: Measured) -> Iterator[str]:
         )
 
 
-def _as_measured(run: Run, recording: Recording, deployment: Deployment) -> Measured:
-    if run.summary.trace.sha256 != recording.sha256():
-        raise ReportError(str(run.folder), f"it is of another trace than {recording.path}; replay this one")
+def _times_of(run: Run, trace: Path, deployment: Deployment) -> Measured:
+    """Raises ReportError for a run of another trace, or without pools."""
+    if run.summary.trace.sha256 != Source(trace).sha256():
+        raise ReportError(str(run.folder), f"it is of another trace than {trace}; replay this one")
     if run.summary.run.pooled_from_nbytes is None:
         raise ReportError(
             str(run.folder), "it ran without pools (transport: cpu); replay with the transport to plan for"
         )
-    return visits_of_run(run, deployment.tokenizer.workers)
-
-
-def _stations(deployment: Deployment, processing_ms: float, encoding_ms: float) -> Stations:
-    """Times are of 1,000 patches, so a millisecond is a thousand nanoseconds a patch."""
-    return Stations(
-        deployment.tokenizer.workers,
-        deployment.tokenizer.threads,
-        deployment.encoder.ranks,
-        deployment.encoder.batch_patches,
-        deployment.pool.inline_below_kb << 10,
-        processing_ms * 1000,
-        encoding_ms * 1000,
-    )
-
-
-def _arrivals(
-    recording: Recording,
-    processor: Processor,
-    speed: Speed,
-    window: Window,
-    limit: int | None,
-    seed: int,
-    roots: Sequence[Path],
-) -> tuple[list[Arrival], int]:
-    """What a replay would send, as far as pools are concerned; and how many requests were read for it."""
-    arrivals: list[Arrival] = []
-    trace = load(recording, window=window, limit=limit)
-    model = image_model("modserve", seed)
-    sizer, tokens = Sizer(processor), TokenSource(1, (), seed)
-    prepared = prepare(trace, load_photos(None), sizer, tokens, seed=seed, model=model, roots=roots)
-    sizes: dict[int, tuple[int, int]] = {}  # by identity: equal images are one object
-    for one in prepared.requests:
-        for image in one.images:
-            if id(image) not in sizes:
-                try:
-                    item = processor.plan(image)
-                except BadMedia:  # its request fails, in the deployment as here
-                    sizes[id(image)] = 0, 0
-                else:
-                    sizes[id(image)] = item.nbytes, item.patches
-        nbytes, patches = [sizes[id(image)][0] for image in one.images], [sizes[id(image)][1] for image in one.images]
-        if patches and all(patches):
-            request = hashlib.blake2b(str(one.request.place).encode(), digest_size=16).digest()
-            due_ns = speed.due_ns(one.request.at_ns - trace.origin_ns)
-            arrivals.append(Arrival(due_ns, request, tuple(nbytes), tuple(patches)))
-    return arrivals, trace.read
+    return measured(run, deployment.tokenizer.workers)

@@ -20,7 +20,7 @@ from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
 from tensorferry.cli.report import say_pages, write_pages
 from tensorferry.cli.running import as_running
-from tensorferry.cli.tracefile import media_option, opened, reading_options, trace_argument, window_of, window_options
+from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client.client import Client
@@ -61,7 +61,11 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
         raise click.BadParameter(str(problem), ctx, param) from None
 
 
-speed_option = click.option(
+@click.command()
+@trace_argument
+@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@set_option
+@click.option(
     "--speed",
     metavar="X|max",
     callback=_speed,
@@ -69,13 +73,6 @@ speed_option = click.option(
     show_default=True,
     help="2: twice as fast as recorded; max: as fast as the deployment takes it.",
 )
-
-
-@click.command()
-@trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
-@set_option
-@speed_option
 @click.option("--concurrency", type=click.IntRange(min=1), help="At most so many in flight; the rest wait, and count.")
 @reading_options
 @window_options
@@ -99,7 +96,13 @@ speed_option = click.option(
 )
 @click.option("--strict", is_flag=True, help="Refuse rows out of order; fail where sending fell behind its schedule.")
 @click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
-@media_option
+@click.option(
+    "--media-root",
+    "media_roots",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder below which the trace may name images, beside its own. Repeatable.",
+)
 @click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
 @click.option("--out", type=OutFolder(), help="New folder for report.html and the numbers behind it.")
 @overwrite_option

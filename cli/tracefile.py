@@ -68,17 +68,6 @@ def reading_options(command: _Command) -> _Command:
     return command
 
 
-def media_option(command: _Command) -> _Command:
-    """--media-root; the parameter is `media_roots`."""
-    return click.option(
-        "--media-root",
-        "media_roots",
-        multiple=True,
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="A folder below which the trace may name images, beside its own. Repeatable.",
-    )(command)
-
-
 def window_options(command: _Command) -> _Command:
     """--start and --end, each a `Moment` or None."""
     for name, meaning in (("--end", "Up to this time, exclusive."), ("--start", "From this time of the trace on.")):

@@ -15,6 +15,7 @@ from tensorferry.codecs.pool.control import AckPage
 from tensorferry.codecs.pool.elastic.descriptor_line import Sender
 from tensorferry.codecs.pool.elastic.mail import ChunkMail
 from tensorferry.codecs.pool.export import Attachment, positions_of
+from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.codecs.system.pidfd import check_pidfd, is_dead
 
 
@@ -94,11 +95,6 @@ def _is_open(fd: int) -> bool:
     except (OSError, ValueError):  # ValueError: below 0
         return False
     return True
-
-
-def close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _refused(description: PoolDescription, attachment: Attachment, fds: Sequence[int], needed: str) -> AttachRefused:

@@ -25,7 +25,7 @@ from tensorferry.codecs.memory.host import HostSegment
 from tensorferry.codecs.memory.memory import Bytes, Growing, Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import LAST_NONCE, MOST_SLOTS, Confirmed, PoolDescription, Released
-from tensorferry.codecs.pool.consumer import Consumer, check_taken, close_all
+from tensorferry.codecs.pool.consumer import Consumer, check_taken
 from tensorferry.codecs.pool.control import ControlPage, await_stores
 from tensorferry.codecs.pool.elastic.mail import ChunkMail, Letter
 from tensorferry.codecs.pool.export import Attachment, Export, positions_of
@@ -33,6 +33,7 @@ from tensorferry.codecs.pool.lease import Lease
 from tensorferry.codecs.pool.lending import Lending
 from tensorferry.codecs.pool.statistics import PoolStatistics
 from tensorferry.codecs.system.arguments import seconds, whole
+from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.codecs.tensors import MAX_NBYTES
 
 MOST_DEVICES = 1023

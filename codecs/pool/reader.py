@@ -20,11 +20,12 @@ from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.memory.memory import Order
 from tensorferry.codecs.messages import LAST_NONCE, Chunks, Confirmed, Inline, Payload, Proxy, Retired
 from tensorferry.codecs.pool.attached_pool import Held, Imported
-from tensorferry.codecs.pool.consumer import check_taken, close_all
+from tensorferry.codecs.pool.consumer import check_taken
 from tensorferry.codecs.pool.elastic.mail import Letter, ReleaseMail
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import MOST_DEVICES, new_nonce
 from tensorferry.codecs.system.arguments import whole
+from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.codecs.system.interruptible_lock import Lock
 from tensorferry.codecs.system.pidfd import is_dead
 from tensorferry.codecs.tensors import View, dtype_of

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.memory.cuda_vmm import NoFabric
 from tensorferry.codecs.pool.reader import Reader
+from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.peers.handshake import Peers
 from tensorferry.pipeline.pools import broker
 
@@ -36,16 +38,15 @@ class Attaching:
 
     async def _attach(self, announcement: wire.Pool, peers: Peers) -> None:
         producer = announcement.origin
-        said, pause_s = "", AGAIN_S
-        while True:
+        said = ""
+        for waits in count():
             refusal = await self._refusal(announcement, peers.origin)
             if refusal != said or not refusal:
                 peers.attached(producer, refusal)
             if not refusal:
                 return
             said = refusal
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_AGAIN_S)
+            await asyncio.sleep(backoff_s(AGAIN_S, LONGEST_AGAIN_S, waits))
             if peers.living(producer.epoch) is None:
                 return
 

@@ -33,6 +33,7 @@ from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.lending import RECLAIM_AT_ONCE
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
+from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.channels.zmq_link import is_file
 from tensorferry.pipeline.pools.conversation_places import SILENT_S, Place, Places
@@ -45,7 +46,6 @@ from tensorferry.pipeline.pools.fd_conversation import (
     Line,
     Refused,
     check_process,
-    close_all,
 )
 
 log = structlog.get_logger()

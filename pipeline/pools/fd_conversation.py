@@ -20,6 +20,7 @@ import msgspec
 from tensorferry.codecs.errors import AttachRefused, FerryError, PeerGone
 from tensorferry.codecs.messages import Index, Nonce, Origin, Text, Wire
 from tensorferry.codecs.pool.export import Attachment, Export
+from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.pipeline.channels.readable_fd import readable
 
 REASON_LENGTH = 1024  #: characters of a refusal
@@ -228,8 +229,3 @@ def check_process(pidfd: int, sender: int) -> None:
         )
     if pid != sender:
         raise AttachRefused(f"process {sender} sent the pidfd of process {pid}")
-
-
-def close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -26,6 +26,7 @@ from types import TracebackType
 import structlog
 
 from tensorferry.codecs.errors import DeploymentError
+from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.channels.curve_keys import ServerKeys
 from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.deployment.load import resolved
@@ -414,7 +415,7 @@ async def _keep(runtime: Runtime, config: str, every_s: float, held: ExitStack) 
 async def _back_off(short_lives: int) -> None:
     """Before another life: the first comes at once, and each after a short one later than the last."""
     if short_lives > 1:
-        await asyncio.sleep(min(BACKOFF_S * 2.0 ** (short_lives - 2), LONGEST_BACKOFF_S))
+        await asyncio.sleep(backoff_s(BACKOFF_S, LONGEST_BACKOFF_S, short_lives - 2))
 
 
 async def _all_ended(children: Iterable[_Child]) -> None:

@@ -1,7 +1,7 @@
 """What a tokenizers' pool of another size would have done: the pool's own ledger, against times that are known.
 
-Nothing is sent and no memory is taken. How long each item keeps its place is taken from a run, or from given times; it
-is the same for every budget, although an item that goes inline takes a little longer to send.
+Nothing is sent and no memory is taken. How long each item keeps its place is taken from a run; it is the same for every
+budget, although an item that goes inline takes a little longer to send.
 """
 
 from __future__ import annotations

@@ -21,5 +21,5 @@ def report(plan: Plan, title: str, answers: Sequence[str]) -> bytes:
         charts.curve(budgets, shares, "MiB", "% of items", marked),
     )
     rows = [[found.budget_mb, found.fallbacks, found.items, f"{found.share:.2%}"] for found in plan.curve]
-    table = page.table(("pool.budget_mb", "fallbacks", "of items", ""), rows)
-    return page.document(title, page.header(title, " ".join(answers)), page.plots(figure), table)
+    table = page.Table(("pool.budget_mb", "fallbacks", "of items", ""), rows)
+    return page.document("plan.html", title, " ".join(answers), figures=[figure], budgets=table)

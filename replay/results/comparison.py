@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from tensorferry.codecs.errors import ReportError
 from tensorferry.replay.results import time_series
-from tensorferry.replay.results.confidence import Estimate, Resampled, mean, quantile, share
+from tensorferry.replay.results.confidence import Estimate, Repeats
 from tensorferry.replay.results.result_folder import Run, read_run
 from tensorferry.replay.results.time_series import Floats
 
@@ -53,11 +54,11 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A metric of a group. latency: in seconds; shares: 0 to 1."""
+    """A metric of a group: the mean of its runs' values. Latency in seconds; shares from 0 to 1."""
 
     estimate: Estimate
     change: Estimate | None  #: from the first group, as a part of its value; None for itself, or where that is 0
-    verdict: str  #: better, worse; empty where the intervals cannot tell
+    verdict: str  #: better, worse; empty where the interval cannot tell
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -95,12 +96,12 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     return [Group(name or _folder_name(group), group) for name, group in groups.items()]
 
 
-def compare(groups: Sequence[Group], seed: int = 0) -> Comparison:
+def compare(groups: Sequence[Group]) -> Comparison:
     """Every metric of every group, with its change from the first one."""
-    base = _measured(groups[0], seed)
+    base = _measured(groups[0].runs)
     lines = []
     for number, group in enumerate(groups):
-        measured = base if not number else _measured(group, seed + number)
+        measured = _measured(group.runs)
         values = {}
         for metric in METRICS:
             if metric.key in measured:
@@ -110,20 +111,30 @@ def compare(groups: Sequence[Group], seed: int = 0) -> Comparison:
     return Comparison(lines, list(_warnings(groups)))
 
 
-def _measured(group: Group, seed: int) -> dict[str, Resampled]:
-    runs, latencies = group.runs, group.latencies_s
-    found: dict[str, Resampled] = {}
-    if any(map(len, latencies)):
-        for number, part in enumerate((0.5, 0.9, 0.99)):
-            found[METRICS[number].key] = quantile(latencies, part, seed)
-    rates = [run.summary.per_second.ok for run in runs]
-    found["ok_per_s"] = mean([rate or 0.0 for rate in rates], seed)
-    pooled = [[run.fell_back(item) for row in run.rows for item in row.items if run.pooled(item)] for run in runs]
-    if any(pooled):
-        found["fallbacks"] = share([sum(one) for one in pooled], [len(one) for one in pooled], seed)
-    if any(run.rows for run in runs):
-        found["failed"] = share([run.summary.requests.failed for run in runs], [len(run.rows) for run in runs], seed)
+def _measured(runs: Sequence[Run]) -> dict[str, Repeats]:
+    """Each metric by its key, with the values of those runs that have it."""
+    numbers = [_numbers(run) for run in runs]
+    found: dict[str, Repeats] = {}
+    for metric in METRICS:
+        values = tuple(one[metric.key] for one in numbers if metric.key in one)
+        if values:
+            found[metric.key] = Repeats(values, 1.0 if metric.unit == "%" else math.inf)
     return found
+
+
+def _numbers(run: Run) -> dict[str, float]:
+    """The metrics of one run, by their keys: those that it has."""
+    summary = run.summary
+    numbers = {"ok_per_s": summary.per_second.ok or 0.0}
+    latency = summary.latency_ms.from_intended if run.scheduled else summary.latency_ms.from_sent
+    if latency is not None:
+        numbers |= {"p50": latency.p50 / 1e3, "p90": latency.p90 / 1e3, "p99": latency.p99 / 1e3}
+    pooled = [run.fell_back(item) for row in run.rows for item in row.items if run.pooled(item)]
+    if pooled:
+        numbers["fallbacks"] = sum(pooled) / len(pooled)
+    if run.rows:
+        numbers["failed"] = summary.requests.failed / len(run.rows)
+    return numbers
 
 
 def _verdict(metric: Metric, change: Estimate | None) -> str:
@@ -146,11 +157,11 @@ def _warnings(groups: Sequence[Group]) -> Iterator[str]:
         if what:
             yield f"{run.folder}: {', '.join(what)}"
     for group in groups:
-        count = sum(map(len, group.latencies_s))
+        count = min((len(latencies) for latencies in group.latencies_s if len(latencies)), default=0)
         if 0 < count < 100:
             yield f"{group.name}: p99 of {count} latencies is their maximum, and its interval knows of nothing above it"
     if any(len(group.runs) == 1 for group in groups):
-        yield "where there is one run, its intervals know nothing of how runs differ; repeat it"
+        yield "one run says nothing of how runs differ, so it has no intervals and no verdict; repeat it"
 
 
 def _elsewhere(runs: Sequence[Run]) -> Iterator[str]:

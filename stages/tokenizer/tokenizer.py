@@ -26,6 +26,7 @@ from tensorferry.codecs.errors import (
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
+from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.channels.channels import FrontDoor
 from tensorferry.pipeline.deployment.spec import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.pools.own_pool import PoolShare
@@ -361,7 +362,7 @@ class Tokenizer:
         self._stage.counters.count("requests_sent_again")
         log.info("sent_again", reason=str(problem))
         self._cancel(request, request.told)
-        pause_s = min(RESEND_S * 2.0**request.sendings, LONGEST_RESEND_S)
+        pause_s = backoff_s(RESEND_S, LONGEST_RESEND_S, request.sendings)
         request.start_again()
         await asyncio.sleep(pause_s)
 

@@ -37,8 +37,6 @@ def test_a_number_is_finite_and_of_a_size_that_can_be_meant(option: str, before:
 @pytest.mark.parametrize(
     ("option", "before"),
     [
-        ("--processing-ms", ["plan", str(TRACE), "--config", str(LOCAL), "--encoding-ms=1"]),
-        ("--encoding-ms", ["plan", str(TRACE), "--config", str(LOCAL), "--processing-ms=1"]),
         ("--every", ["top", "--config", str(LOCAL)]),
         ("--timeout", ["status", "--config", str(LOCAL)]),
     ],

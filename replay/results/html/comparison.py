@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tensorferry.replay.results.comparison import METRICS, Comparison, Group, Metric, Value, pooled_latencies
 from tensorferry.replay.results.confidence import Estimate
 from tensorferry.replay.results.html import charts, page
-from tensorferry.replay.results.html.page import Html
+from tensorferry.replay.results.html.page import Figure, Table
 
 
 def report(groups: Sequence[Group], comparison: Comparison) -> bytes:
@@ -15,13 +15,15 @@ def report(groups: Sequence[Group], comparison: Comparison) -> bytes:
     first = groups[0].runs[0].summary
     runs = sum(len(group.runs) for group in groups)
     title = f"{len(groups)} ways to run {first.trace.file.rpartition('/')[2]}"
-    lead = f"{runs} runs; intervals cover 95 %; changes are from the first row"
+    lead = f"{runs} runs; values are means of runs, with intervals of 95 %; changes are from the first row"
     return page.document(
+        "comparison.html",
         title,
-        page.header(title, lead, comparison.warnings),
-        page.section("Side by side", _table(comparison)),
-        page.section("In pictures", page.plots(_distributions(groups), *_intervals(comparison))),
-        page.section("The runs", _runs(groups)),
+        lead,
+        comparison.warnings,
+        values=_table(comparison),
+        figures=[_distributions(groups), *_intervals(comparison)],
+        runs=_runs(groups),
     )
 
 
@@ -43,7 +45,7 @@ def change_text(value: Value) -> str:
     return f"{change.value:+.1%}{known}"
 
 
-def _table(comparison: Comparison) -> Html:
+def _table(comparison: Comparison) -> Table:
     rows: list[list[object]] = []
     for metric in METRICS:
         lines = [line for line in comparison.lines if metric.key in line.values]
@@ -55,16 +57,16 @@ def _table(comparison: Comparison) -> Html:
                 page.Marked(change, value.verdict) if value.verdict else change,
             ]
             rows.append(["" if number else metric.name, line.name, len(line.folders), *cells, value.verdict])
-    return page.table(("", "with", "runs", "value [95 %]", "from the first", ""), rows, said=(1,))
+    return Table(("", "with", "runs", "value [95 %]", "from the first", ""), rows, said=(1,))
 
 
-def _distributions(groups: Sequence[Group]) -> Html:
+def _distributions(groups: Sequence[Group]) -> Figure:
     curves = {group.name: pooled_latencies(group) for group in groups}
     explained = "Which share of the requests of all its runs was answered within the time below."
     return page.plot("latency", "How long requests took", explained, charts.distributions(curves))
 
 
-def _intervals(comparison: Comparison) -> list[Html]:
+def _intervals(comparison: Comparison) -> list[Figure]:
     figures = []
     for metric in METRICS:
         shown = {
@@ -87,7 +89,7 @@ def _scaled(metric: Metric, estimate: Estimate) -> tuple[float, float, float]:
     return low * scale, estimate.value * scale, high * scale
 
 
-def _runs(groups: Sequence[Group]) -> Html:
+def _runs(groups: Sequence[Group]) -> Table:
     rows = [
         [
             group.name,
@@ -101,4 +103,4 @@ def _runs(groups: Sequence[Group]) -> Html:
         for group in groups
         for run in group.runs
     ]
-    return page.table(("", "folder", "ok", "sent", "s", "date", "host"), rows, said=(1, 5, 6))
+    return Table(("", "folder", "ok", "sent", "s", "date", "host"), rows, said=(1, 5, 6))

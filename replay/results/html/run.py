@@ -12,7 +12,7 @@ from tensorferry.pipeline.deployment.yaml_file import emit
 from tensorferry.pipeline.telemetry.timeline import SPANS
 from tensorferry.replay.results import time_series
 from tensorferry.replay.results.html import charts, page
-from tensorferry.replay.results.html.page import Html
+from tensorferry.replay.results.html.page import Figure, Table
 from tensorferry.replay.results.report import (
     how_text,
     invented_text,
@@ -43,11 +43,23 @@ def report(run: Run) -> bytes:
     """The page. Raises ReportError without matplotlib."""
     s = run.summary
     title = f"{Path(s.trace.file).name} through {s.run.deployment}"
-    parts = [page.header(title, f"{trace_text(s)}; {how_text(s)}", warnings(s)), page.tiles(_first(s))]
-    if run.rows:
-        bins = time_series.Bins.of(max(s.run.duration_s, 1e-3))
-        parts += [_latency(run, bins), _load(run, bins), *_pools(run, bins), _stages(run)]
-    return page.document(title, *parts, _problems(s), _again(s))
+    bins = time_series.Bins.of(max(s.run.duration_s, 1e-3))
+    shown = bool(run.rows)
+    return page.document(
+        "run.html",
+        title,
+        f"{trace_text(s)}; {how_text(s)}",
+        warnings(s),
+        tiles=_first(s),
+        latency=_latency(run, bins) if shown else None,
+        load=_load(run, bins) if shown else None,
+        pools=_pools(run, bins) if shown and s.run.pooled_from_nbytes is not None else None,
+        stages=_stages(run) if shown else None,
+        problems=_problems(s),
+        command=shlex.join(s.run.command),
+        facts=_facts(s),
+        config=emit(s.run.config),
+    )
 
 
 def _first(s: Summary) -> Iterator[tuple[str, str]]:
@@ -67,7 +79,7 @@ def _first(s: Summary) -> Iterator[tuple[str, str]]:
         yield f"late sends, p99{_only(s.lateness_ms)}", charts.duration_text(s.lateness_ms.p99 / 1e3)
 
 
-def _latency(run: Run, bins: time_series.Bins) -> Html:
+def _latency(run: Run, bins: time_series.Bins) -> dict[str, object]:
     s = run.summary
     latencies = time_series.latencies(run)
     from_sent = np.array([row.done_ms - row.sent_ms for row in run.ok]) / 1e3
@@ -76,7 +88,7 @@ def _latency(run: Run, bins: time_series.Bins) -> Html:
         curves, since = {"from the intended time": latencies, **curves}, ""
     when = time_series.seconds(run.ok, "intended_ms" if run.scheduled else "sent_ms")
     p50, p99 = time_series.quantiles_over_time(bins, when, latencies, (0.5, 0.99))
-    figures = page.plots(
+    figures = [
         page.plot(
             "latency",
             "How long requests took",
@@ -90,17 +102,17 @@ def _latency(run: Run, bins: time_series.Bins) -> Html:
             "where those are fewer than 100, their p99 is their maximum.",
             charts.lines(bins.edges_s, {"p50": p50, "p99": p99}, "", seconds=True, stepped=True),
         ),
-    )
+    ]
     rows = [("latency from actual send", s.latency_ms.from_sent)]
     if run.scheduled:
         rows.insert(0, ("latency from intended time", s.latency_ms.from_intended))
         rows.append(("lateness of sending", s.lateness_ms))
     values = [[name, *_quantiles(q)] for name, q in rows]
-    shown = page.table(("of each request", "p50", "p90", "p99", "max"), values, caption="times, ms")
-    return page.section("Latency", figures, shown, *map(page.note, maxima_notes(s)))
+    times = Table(("of each request", "p50", "p90", "p99", "max"), values, caption="times, ms")
+    return {"figures": figures, "times": times, "notes": maxima_notes(s)}
 
 
-def _load(run: Run, bins: time_series.Bins) -> Html:
+def _load(run: Run, bins: time_series.Bins) -> list[Figure]:
     ok, failed = run.ok, [row for row in run.rows if row.status != "ok"]
     counts = {
         "sent": bins.counts(time_series.seconds(run.rows, "sent_ms")),
@@ -115,29 +127,24 @@ def _load(run: Run, bins: time_series.Bins) -> Html:
     where = time_series.whereabouts(run, at_s)
     most = max((values.max() for values in where.values()), default=0.0)
     where = {name: values for name, values in where.items() if values.max() >= most / 30}  # else a legend of slivers
-    return page.section(
-        "Load",
-        page.plots(
-            page.plot(
-                "rates",
-                "Requests a second",
-                f"In each {charts.duration_text(bins.width_s)} of the run.",
-                charts.lines(bins.edges_s, rates, "", stepped=True),
-            ),
-            page.plot(
-                "whereabouts",
-                "Where requests were",
-                "All that were in flight, by the part of the way that they were on.",
-                charts.layers(at_s, where, "requests"),
-            ),
+    return [
+        page.plot(
+            "rates",
+            "Requests a second",
+            f"In each {charts.duration_text(bins.width_s)} of the run.",
+            charts.lines(bins.edges_s, rates, "", stepped=True),
         ),
-    )
+        page.plot(
+            "whereabouts",
+            "Where requests were",
+            "All that were in flight, by the part of the way that they were on.",
+            charts.layers(at_s, where, "requests"),
+        ),
+    ]
 
 
-def _pools(run: Run, bins: time_series.Bins) -> Iterator[Html]:
+def _pools(run: Run, bins: time_series.Bins) -> dict[str, object]:
     s = run.summary
-    if s.run.pooled_from_nbytes is None:
-        return
     figures = []
     lent = time_series.occupancy(run)
     if lent:
@@ -171,13 +178,13 @@ def _pools(run: Run, bins: time_series.Bins) -> Iterator[Html]:
         for name, pool in s.pools.items()
     ]
     head = ("pool of", "size", "most ever lent", "times full")
-    yield page.section("Pools", page.plots(*figures), page.table(head, rows))
+    return {"figures": figures, "sizes": Table(head, rows)}
 
 
-def _stages(run: Run) -> Html:
+def _stages(run: Run) -> dict[str, object]:
     """Where the time goes in all requests, and in the slowest."""
     steps, rows = run.summary.steps, time_series.slowest(run, SLOWEST)
-    figures, tables = [], []
+    figures, slow = [], None
     if steps:
         lengths = {
             SPANS.get(step.step, step.step): (step.since_previous.p50 / 1e3, step.since_previous.p99 / 1e3)
@@ -192,8 +199,6 @@ def _stages(run: Run) -> Html:
                 height=0.7 + 0.3 * len(lengths),
             )
         )
-        tables.append(page.table(STEP_HEAD, map(_step, steps), caption="steps, ms"))
-        tables += map(page.note, step_notes(run.summary))
     if rows:
         ways = {_place(row): time_series.spans(run, row) for row in rows}
         figures.append(
@@ -205,10 +210,9 @@ def _stages(run: Run) -> Html:
                 height=1.3 + 0.23 * len(rows),
             )
         )
-        tables.append(
-            page.table(SLOW_HEAD, (_slow(run, row, ways[_place(row)]) for row in rows), caption="the slowest")
-        )
-    return page.section("Stages", page.plots(*figures), *tables) if figures else Html()
+        slow = Table(SLOW_HEAD, [_slow(run, row, ways[_place(row)]) for row in rows], caption="the slowest")
+    taken = Table(STEP_HEAD, list(map(_step, steps)), caption="steps, ms") if steps else None
+    return {"figures": figures, "steps": taken, "notes": step_notes(run.summary), "slowest": slow}
 
 
 def _step(step: Step) -> list[object]:
@@ -224,29 +228,25 @@ def _slow(run: Run, row: Row, way: Sequence[time_series.Span]) -> list[object]:
     return [_place(row), f"{run.latency_ms(row):.1f}", most, row.prompt_tokens, len(row.items), fallbacks]
 
 
-def _problems(s: Summary) -> Html:
+def _problems(s: Summary) -> Table | None:
     reasons = [(name, reason) for name, all_of in (("failed", s.failed), ("dropped", s.dropped)) for reason in all_of]
     if not reasons:
-        return Html()
+        return None
     rows = [[name, reason.reason, reason.count, _examples(reason)] for name, reason in reasons]
-    return page.section("What was not answered", page.table(("", "reason", "count", "such as"), rows, said=(1, 3)))
+    return Table(("", "reason", "count", "such as"), rows, said=(1, 3))
 
 
-def _again(s: Summary) -> Html:
+def _facts(s: Summary) -> Iterator[tuple[str, str]]:
     """What somebody needs to do the same again, and to know how much of it was real."""
-    known = [
-        ("command", page.code(shlex.join(s.run.command))),
-        ("trace", f"{s.trace.file}\n{s.trace.format}, sha256 {s.trace.sha256}"),
-        ("requests", f"{s.requests.read} read = {s.requests.sent} sent + {s.requests.dropped} dropped"),
-        ("payload", f"sha256 {s.run.payload_sha256}"),
-        ("invented", invented_text(s.invented, s.trace)),
-        *([("date", s.run.date)] if s.run.date else []),
-        ("tensorferry", s.tensorferry),
-        *(s.machine.facts() if s.machine is not None else ()),
-    ]
-    return page.section(
-        "The same again", page.facts(known), page.folded("every setting of the deployment", emit(s.run.config))
-    )
+    yield "trace", f"{s.trace.file}\n{s.trace.format}, sha256 {s.trace.sha256}"
+    yield "requests", f"{s.requests.read} read = {s.requests.sent} sent + {s.requests.dropped} dropped"
+    yield "payload", f"sha256 {s.run.payload_sha256}"
+    yield "invented", invented_text(s.invented, s.trace)
+    if s.run.date:
+        yield "date", s.run.date
+    yield "tensorferry", s.tensorferry
+    if s.machine is not None:
+        yield from s.machine.facts()
 
 
 def _place(row: Row) -> str:

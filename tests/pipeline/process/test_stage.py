@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.pool.attached_pool import Imported
-from tensorferry.codecs.pool.consumer import close_all
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.pipeline.deployment.spec import Deployment, PoolSpec
 from tensorferry.pipeline.pools.own_pool import PoolShare
@@ -64,7 +64,8 @@ async def test_l6_readers_keep_handles_as_the_deployment_says(
             export, fds = pool.export()
             with pytest.raises(AttachRefused):
                 stage.reader.attach(export, fds)
-            close_all(fds)
+            for fd in fds:
+                os.close(fd)
     assert asked == [cached]
 
 

@@ -1,4 +1,4 @@
-"""Plans of pool sizes: the ledger against known times, the model of queues by hand, and a real replay beside it."""
+"""Plans of pool sizes: the ledger against known times, and a real replay beside it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from click.testing import CliRunner, Result
 
 from tensorferry.cli.main import main
 from tensorferry.replay.plan.forecast import MIB, Rules, Stay, Visit, forecast, plan
-from tensorferry.replay.plan.pool_stays import Arrival, Stations, given, measured
+from tensorferry.replay.plan.pool_stays import measured
 from tensorferry.replay.results.result_folder import read_run
-from tensorferry.replay.trace.trace_file import Recording
-from tensorferry.stages.assignment import assign
+from tensorferry.replay.trace.text_lines import Source
 
 MakeRun = Callable[..., Path]
 ROOT = Path(__file__).parents[3]
@@ -94,55 +93,11 @@ def test_a_plan_names_the_least_budgets() -> None:
     assert [point.share for point in found.curve] == sorted((point.share for point in found.curve), reverse=True)
 
 
-# --- given times ------------------------------------------------------------------------------------------------
-
-
-def stations(**values: float) -> Stations:
-    usual = {"workers": 1, "threads": 1, "ranks": 1, "batch_patches": 100, "least_nbytes": 10}
-    return Stations(**(usual | {"processing_ns": 1.0, "encoding_ns": 10.0} | values))  # type: ignore[arg-type]
-
-
-def owners(request: bytes, patches: Sequence[int], ranks: Sequence[int]) -> Sequence[int]:
-    return assign(request, patches, len(ranks))
-
-
-def arrival(at_ns: int, *patches: int) -> Arrival:
-    return Arrival(at_ns, at_ns.to_bytes(16, "big"), tuple(n * 10 for n in patches), patches)
+# --- measured times -----------------------------------------------------------------------------------------------
 
 
 def kept(visits: Sequence[Visit]) -> list[list[int]]:
     return [[stay.kept_ns for stay in visit.stays] for visit in visits]
-
-
-def test_an_item_alone_in_its_call_stays_until_that_ends() -> None:
-    assert kept(given([arrival(1000, 40)], stations(), owners)) == [[40 + 400]]
-
-
-def test_items_of_one_call_stay_until_it_begins() -> None:
-    assert kept(given([arrival(1000, 40, 20)], stations(), owners)) == [[60, 60]]
-
-
-def test_requests_wait_for_threads_and_for_their_rank() -> None:
-    """Two at once: processed at 40 and 80; the first is encoded until 440, the second, with a third, from there."""
-    three = [arrival(0, 40), arrival(0, 40), arrival(50, 30)]
-    assert kept(given(three, stations(), owners)) == [[440], [440], [390]]
-    assert kept(given(three, stations(threads=2), owners)) == [[40], [40], [800 - 50 + 40 + 300]]
-
-
-def test_a_call_has_so_many_patches_and_one_request_more_than_that() -> None:
-    four = [arrival(0, 10), arrival(0, 90), arrival(0, 20), arrival(0, 300)]
-    found = kept(given(four, stations(processing_ns=0.0), owners))
-    assert found == [[0], [0], [1000 + 200], [1200 + 3000]]
-
-
-def test_small_items_and_other_workers_are_out_of_the_way() -> None:
-    both = [arrival(0, 40), Arrival(0, bytes(16), (5, 400), (1, 40))]
-    found = given(both, stations(workers=2, encoding_ns=0.0), owners)
-    assert [visit.worker for visit in found] == [0, 1]
-    assert [len(visit.stays) for visit in found] == [1, 1]
-
-
-# --- measured times -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_gives_the_times_of_each_item_and_its_worker(make_run: MakeRun, tmp_path: Path) -> None:
@@ -169,7 +124,7 @@ def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
     assert kept(older.visits) == [[90 * MS], [36 * MS]]
     assert older.unplanned == 2
 
-    monkeypatch.setattr(Recording, "sha256", lambda recording: "ab" * 32)
+    monkeypatch.setattr(Source, "sha256", lambda source: "ab" * 32)
     asked = ("plan", BUNDLED, "--config", LOCAL, "--measured", folder)
     assert "2 of 2 items the run does not say when they were read" in cli(*asked).stdout
     as_json = cli(*asked, "--json")
@@ -183,22 +138,34 @@ def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
 
 def test_plans_need_times_of_this_trace(make_run: MakeRun, tmp_path: Path) -> None:
     asked = ("plan", BUNDLED, "--config", LOCAL)
-    assert "--measured" in cli(*asked).stderr
+    alone = cli(*asked)
+    assert (alone.exit_code, "Missing option '--measured'" in alone.stderr) == (2, True), alone.stderr
     folder = make_run(tmp_path / "run", [10])
     result = cli(*asked, "--measured", folder)
     assert result.exit_code == 1
     assert "another trace" in result.stderr
-    assert cli(*asked, "--measured", folder, "--encoding-ms", 1).exit_code == 2
-    assert "had its own --limit" in cli(*asked, "--measured", folder, "--limit", 3).stderr
-    lost = cli(*asked, "--processing-ms", 1, "--encoding-ms", 1, "--html", "/nowhere/plan.html")
+    lost = cli(*asked, "--measured", folder, "--html", "/nowhere/plan.html")
     assert (lost.exit_code, lost.stdout) == (2, "")  # before anything is planned
-    assert cli(*asked, "--processing-ms", 1, "--encoding-ms", 1, "--speed", "max").exit_code == 2
-    assert "no pools" in cli(*asked, "--set", "transport=cpu", "--processing-ms", 1, "--encoding-ms", 1).stderr
+    assert "no pools" in cli(*asked, "--set", "transport=cpu", "--measured", folder).stderr
+
+
+@pytest.mark.parametrize("option", ["--processing-ms", "--encoding-ms", "--speed", "--start", "--limit", "--rate"])
+def test_a_plan_takes_all_times_from_the_run(make_run: MakeRun, tmp_path: Path, option: str) -> None:
+    result = cli("plan", BUNDLED, "--config", LOCAL, "--measured", make_run(tmp_path / "run", [10]), option, 1)
+    assert (result.exit_code, "No such option" in result.stderr) == (2, True), result.stderr
+
+
+@pytest.fixture
+def of_bundled(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of the bundled trace with more items than a small pool has room for, of which one request failed."""
+    monkeypatch.setattr(Source, "sha256", lambda source: "ab" * 32)
+    config = {"name": "local", "pool": {"budget_mb": 4}}
+    return make_run(tmp_path / "run", [4000] * 40, failed=(3,), config=config)
 
 
 @pytest.mark.usefixtures("plots")
-def test_a_plan_by_given_times_has_a_plot_here_and_in_a_page(tmp_path: Path) -> None:
-    asked = ("plan", BUNDLED, "--config", LOCAL, "--processing-ms", 60, "--encoding-ms", 250)
+def test_a_plan_has_a_plot_here_and_in_a_page(of_bundled: Path, tmp_path: Path) -> None:
+    asked = ("plan", BUNDLED, "--config", LOCAL, "--measured", of_bundled)
     result = cli(*asked, "--html", tmp_path / "plan.html")
     assert result.exit_code == 0, result.output
     for part in ("Fallbacks under 1 %: pool.budget_mb=", "█", "wrote"):
@@ -210,13 +177,10 @@ def test_a_plan_by_given_times_has_a_plot_here_and_in_a_page(tmp_path: Path) -> 
     assert f"pool.budget_mb={found['under_1_percent_mb']}." in result.stdout
 
 
-def test_a_plan_says_how_many_of_the_requests_it_covers(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    rows = [f"2024-10-15T12:00:{number:02}.000Z,{number % 2},900,9" for number in range(8)]
-    trace.write_text("\n".join(["TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", *rows]) + "\n")
-    result = cli("plan", trace, "--config", LOCAL, "--processing-ms", 60, "--encoding-ms", 250)
+def test_a_plan_says_how_many_of_the_requests_it_covers(of_bundled: Path) -> None:
+    result = cli("plan", BUNDLED, "--config", LOCAL, "--measured", of_bundled)
     assert result.exit_code == 0, result.output
-    assert "Planned 4 of the 8 requests read" in " ".join(result.stdout.split())
+    assert "Planned 39 of the 40 requests read" in " ".join(result.stdout.split())
 
 
 # --- beside a real replay ---------------------------------------------------------------------------------------

@@ -141,11 +141,26 @@ def test_no_two_parts_of_a_way_look_alike() -> None:
 
 def test_every_cell_of_a_table_names_its_column_where_there_is_no_room_for_columns() -> None:
     head, row = ("step", "p50", "p99 of <all>", "max", "runs", ""), ("a", 1, page.Marked("2", "worse"), 3, 4, 5)
-    html = page.table(head, [row])
+    html = with_table(page.Table(head, [row]))
     assert 'class="wide"' in html
     assert re.findall(r'<td[^>]* data-head="([^"]*)"', html) == ["p50", "p99 of &lt;all&gt;", "max", "runs"]
-    assert 'class="wide"' not in page.table(head[:5], [row[:5]])
-    assert "content: attr(data-head)" in page.document("", html).decode()
+    assert '<td class="worse" data-head="p99 of &lt;all&gt;">2</td>' in html
+    assert 'class="wide"' not in with_table(page.Table(head[:5], [row[:5]]))
+    assert "content: attr(data-head)" in html
+
+
+def with_table(table: page.Table) -> str:
+    return page.document("plan.html", "", "", figures=[], budgets=table).decode()
+
+
+def test_all_text_of_a_page_is_escaped() -> None:
+    """Wherever a template shows it: title, lead, alarm, caption, head, cell and mark; only a plot is markup."""
+    bad = "<b onclick='x'>\""
+    table = page.Table((bad,) * 6, [(page.Marked(bad, "worse"), *(bad,) * 5)], caption=bad)
+    html = page.document("plan.html", bad, bad, [bad], figures=[page.Figure(bad, bad, "<svg></svg>")], budgets=table)
+    assert html.count(b"&lt;b onclick=&#39;x&#39;&gt;&#34;") == 2 + 1 + 1 + 2 + 1 + 6 + 6 + 5
+    assert b"<b onclick" not in html
+    assert b"<svg></svg>" in html
 
 
 def test_an_axis_of_durations_within_one_decade_has_numbers() -> None:
