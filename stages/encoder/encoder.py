@@ -26,8 +26,6 @@ from tensorferry.codecs.errors import (
     FerryError,
     PeerBusy,
     PeerGone,
-    StaleLease,
-    item_of,
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
@@ -48,6 +46,7 @@ from tensorferry.stages.encoder.batch_call import Call, Made
 from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
+from tensorferry.stages.failures import failure_of
 from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.gpu_wait import stage
 from tensorferry.stages.loop_watch import Watch
@@ -429,16 +428,11 @@ class Encoder:
     def _report(self, job: wire.Encode, problem: Exception) -> None:
         """Tell the request owner that this job failed; the rank lives on."""
         self._over.add(job.request, job.attempt)
+        failure = failure_of(problem, self._stage.origin)
         if isinstance(problem, FerryError):
-            log.info("failed", request=job.request.hex(), kind=type(problem).__name__, problem=text_of(problem))
+            log.info("failed", request=job.request.hex(), kind=failure.kind, problem=failure.problem)
         else:
             log.error("encode_crashed", request=job.request.hex(), exc_info=problem)
-        kind, text = "EncodeError", f"{type(problem).__name__[: wire.MOST_NAME]}: {text_of(problem, 4000)}"
-        if isinstance(problem, FerryError):
-            kind, text = type(problem).__name__[: wire.MOST_NAME], text_of(problem)
-        # A lease that is over was withdrawn: its connection broke.
-        retryable = isinstance(problem, PeerBusy | PeerGone | StaleLease)
-        failure = wire.Failure(kind, text, self._stage.origin, item_of(problem, wire.MOST_ITEMS), retryable)
         with suppress(PeerGone):
             owner = self._stage.peers.get(job.owner.stage, job.owner.rank, job.owner.epoch)
             self._stage.peers.report(owner, wire.Failed(job.request, job.attempt, failure, owner.epoch))

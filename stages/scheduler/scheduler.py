@@ -19,10 +19,8 @@ from tensorferry.codecs.errors import (
     BadItem,
     BadMessage,
     FerryError,
-    LeaseError,
     LeaseNotReady,
     PeerGone,
-    item_of,
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
@@ -34,6 +32,7 @@ from tensorferry.pipeline.process.stage import Stage
 from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
+from tensorferry.stages.failures import failure_of
 from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.gpu_wait import unready, wait_ready
 from tensorferry.stages.loop_watch import Watch
@@ -415,12 +414,8 @@ class Scheduler:
         assert pending.admit is not None
         self._pending.pop((request, attempt), None)
         self._over.add(request, attempt)
-        kind = type(problem).__name__ if isinstance(problem, FerryError) else "EngineError"
-        item = item_of(problem, len(pending.admit.spans))
-        log.info("failed", request=request.hex(), kind=kind, problem=text_of(problem))
-        # Unreadable embeddings are no fault of the request's: their encoder may have died, and others can make them.
-        retryable = isinstance(problem, LeaseError | PeerGone)
-        failure = wire.Failure(kind[: wire.MOST_NAME], text_of(problem), self._stage.origin, item, retryable)
+        failure = failure_of(problem, self._stage.origin, items=len(pending.admit.spans))
+        log.info("failed", request=request.hex(), kind=failure.kind, problem=failure.problem)
         owner = pending.admit.owner
         self._tell_owner(owner, wire.Failed(request, attempt, failure, owner.epoch))
 

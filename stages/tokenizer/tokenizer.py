@@ -13,18 +13,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import (
-    BadItem,
-    BadMessage,
-    BadRequest,
-    FerryError,
-    LethalRequest,
-    PeerBusy,
-    PeerGone,
-    RequestError,
-    item_of,
-    text_of,
-)
+from tensorferry.codecs.errors import BadMessage, BadRequest, FerryError, LethalRequest, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.channels.channels import FrontDoor
@@ -37,6 +26,7 @@ from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
+from tensorferry.stages.failures import failure_of
 from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.off_loop import run_to_end
@@ -214,7 +204,8 @@ class Tokenizer:
         if self._over.covers(submit.request, submit.attempt):
             self._stage.counters.count("submits_repeated")
             used = BadRequest("this request id was answered already: use a new id, or a higher attempt")
-            self._clients.answer(client, wire.Failed(submit.request, submit.attempt, self._failure(used, 0.0)))
+            failure = failure_of(used, self._stage.origin)
+            self._clients.answer(client, wire.Failed(submit.request, submit.attempt, failure))
             return
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
@@ -274,7 +265,7 @@ class Tokenizer:
             except Exception as bug:
                 self._stage.outlive(bug)
                 log.exception("request_crashed")
-                outcome = wire.Failed(submit.request, submit.attempt, self._failure(bug, timeout_s))
+                outcome = wire.Failed(submit.request, submit.attempt, failure_of(bug, self._stage.origin))
             self._cancel(request, request.relieved() if isinstance(outcome, wire.Result) else request.told)
             self._load.give_back((submit.request, submit.attempt))
             if not isinstance(outcome, wire.Busy):  # that may be offered again
@@ -390,32 +381,20 @@ class Tokenizer:
             if peer.epoch == epoch:
                 self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.attempt, epoch))
 
-    def _failure(self, problem: BaseException, timeout_s: float, request: Request | None = None) -> wire.Failure:
-        origin = self._stage.origin
+    def _failure(self, problem: BaseException, timeout_s: float, request: Request) -> wire.Failure:
         match problem:
             case Reported(failure=failure):
                 return failure
-            case BadItem():
-                return wire.Failure("BadItem", text_of(problem), origin, item_of(problem, wire.MOST_ITEMS))
             case TimeoutError():
-                text = "; ".join([f"not done within {timeout_s:g} s", *self._absent(request)])
-                return wire.Failure("DeadlineExceeded", text[:4096], origin, retryable=True)
+                problem = TimeoutError("; ".join([f"not done within {timeout_s:g} s", *self._absent(request)]))
             case asyncio.CancelledError():
-                return wire.Failure("Cancelled", "cancelled by the client, or the deployment stopped", origin)
-            case FerryError():
-                retryable = not isinstance(problem, RequestError)
-                return wire.Failure(
-                    type(problem).__name__[: wire.MOST_NAME], text_of(problem), origin, retryable=retryable
-                )
-        return wire.Failure(
-            "InternalError", f"{type(problem).__name__[: wire.MOST_NAME]}: {text_of(problem, 4000)}", origin
-        )
+                problem = asyncio.CancelledError("cancelled by the client, or the deployment stopped")
+        return failure_of(problem, self._stage.origin)
 
-    def _absent(self, request: Request | None) -> list[str]:
+    def _absent(self, request: Request) -> list[str]:
         """What may have kept a request, in words."""
-        told = request.told if request is not None else []
-        said = [f"{life.peer} is gone" for life in told if life.over]
-        said += [f"{life.peer} {life.peer.quarantine}" for life in told if life.peer.state == "quarantined"]
+        said = [f"{life.peer} is gone" for life in request.told if life.over]
+        said += [f"{life.peer} {life.peer.quarantine}" for life in request.told if life.peer.state == "quarantined"]
         if not self._stage.peers.usable("encoder"):
             said.append("no encoder rank is ready")
         if not self._dispatch.groups():

@@ -38,7 +38,7 @@ from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
-from tensorferry.pipeline.peers.peer import Peer
+from tensorferry.pipeline.peers.peer import Peer, PeerLife
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.finished_requests import Tombstones
@@ -614,7 +614,8 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
 
     sent: list[wire.Embeddings] = []
     outbox: Any = SimpleNamespace(send_nowait=lambda message, frames: sent.append(message))
-    scheduler = Peer("scheduler", 0, outbox, downstream=True, quarantine_s=60.0, epoch=8, column=shop.column)
+    life = PeerLife(8, shop.column)
+    scheduler = Peer("scheduler", 0, outbox, downstream=True, quarantine_s=60.0, life=life)
     async with asyncio.TaskGroup() as tasks:
         stage = stage_of(shop.reader, tasks, [])
         stage.epoch, stage.origin, stage.publisher = 7, wire.Origin("encoder", 0, 7), Publisher(shop.pool)
