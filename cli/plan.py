@@ -21,7 +21,7 @@ from tensorferry.cli.tracefile import media_option, opened, reading_options, tra
 from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.replay.plan.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
 from tensorferry.replay.plan.page import report
 from tensorferry.replay.plan.pool_stays import Arrival, Measured, Stations, given

@@ -102,11 +102,12 @@ class Pool:
         device: the GPU that GPU memory lies on, as torch counts, the first by default; for host memory the GPU that
         writes it, if one does: views are then CUDA tensors over its pages. producer: the epoch of this process, random
         by default; go_on: called again and again while host memory is made, which can take seconds, and may raise to
-        give it up. Of elastic pools: chunk_nbytes: at most, see `chunks.divided`; idle_s: after so long without a lease
-        a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for a
-        chunk at most; mail: share no pages with consumers, who then acknowledge by message (see `hear` and `letters`),
-        and hand chunks over by POSIX file descriptor or, across nodes, FABRIC handle. Raises TypeError or ValueError
-        before anything is taken; NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall, NoFabric.
+        give it up. Of elastic pools: chunk_nbytes: at most, see `cuda_vmm.divided`; idle_s: after so long without a
+        lease a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for
+        a chunk at most; mail: share no pages with consumers, who then acknowledge by message (see `hear` and
+        `letters`), and hand chunks over by POSIX file descriptor or, across nodes, FABRIC handle. Raises TypeError or
+        ValueError before anything is taken; NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall,
+        NoFabric.
         """
         if memory not in get_args(PoolMemory):
             raise ValueError(f"memory={memory!r}: a pool lies in one of {', '.join(get_args(PoolMemory))}")
