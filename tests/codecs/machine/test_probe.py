@@ -98,7 +98,7 @@ def test_b16_no_descriptor_left_is_a_fact() -> None:
     """For real: a process that may open no more."""
     program = (
         "import os, resource\n"
-        "from tensorferry.codecs import probe\n"
+        "from tensorferry.codecs.machine import probe\n"
         "open_now = len(os.listdir('/proc/self/fd')) - 1\n"
         "for spare in range(6):\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + spare, 4096))\n"
@@ -283,7 +283,7 @@ def test_this_machine_without_a_driver_says_so() -> None:
 
 @pytest.mark.processes
 def test_the_caller_never_loads_cuda(stub_cuda) -> None:
-    program = "import os, sys\nfrom tensorferry.codecs import probe\nassert probe.gather(os.environ).has_gpu\n"
+    program = "import os, sys\nfrom tensorferry.codecs.machine import probe\nassert probe.gather(os.environ).has_gpu\n"
     program += "print(*[name for name in sys.modules if name.startswith(('cuda', 'torch', 'asyncio', 'zmq'))])\n"
     ran = subprocess.run(
         [sys.executable, "-c", program], env=stub_cuda.environ, capture_output=True, text=True, timeout=60, check=True
@@ -366,7 +366,7 @@ def test_r8_a_forked_child_closes_what_it_should_not_keep(tmp_path: Path) -> Non
     (tmp_path / "other").touch()
     program = (
         "import os, sys\n"
-        "from tensorferry.codecs.memory import forked\n"
+        "from tensorferry.codecs.memory import fork_guard as forked\n"
         f"forked.close_descriptors.__defaults__ = ({str(tmp_path / 'nvidia')!r},)\n"
         "forked.close_in_forked_children()\n"
         "forked.close_in_forked_children()\n"
@@ -387,7 +387,7 @@ def test_r8_a_forked_child_closes_what_it_should_not_keep(tmp_path: Path) -> Non
 def test_r8_loading_a_driver_hooks_forks(stub_cuda) -> None:
     program = (
         "import os\n"
-        "from tensorferry.codecs.memory import forked\n"
+        "from tensorferry.codecs.memory import fork_guard as forked\n"
         "from tensorferry.codecs.memory.cuda_driver import Driver\n"
         "hooks = []\n"
         "os.register_at_fork = lambda after_in_child: hooks.append(after_in_child)\n"
