@@ -41,7 +41,8 @@ from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, load, ranks_of
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

@@ -17,7 +17,8 @@ from benchmarks.results import Outcome, Scale, Verdict, measurement
 from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Owner, Runtime
 
 STAGES = ("tokenizer", "encoder", "scheduler")

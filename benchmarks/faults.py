@@ -29,7 +29,7 @@ from tensorferry.codecs.errors import PeerBusy
 from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels.channels import Dealer, Outbox, open_context
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import SOCKETS, Runtime
 from tensorferry.pipeline.process.supervisor import Command, Supervisor, start_command
 

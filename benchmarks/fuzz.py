@@ -39,7 +39,7 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset, ranks_of
+from tensorferry.pipeline.deployment.spec import STAGES, Deployment, port_offset, ranks_of
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors.registry import make_processor

@@ -27,7 +27,7 @@ import msgspec
 from benchmarks.cpu import running
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 
 MIB = 1 << 20
 SAMPLE_S, ASK_S = 0.01, 0.05

@@ -39,7 +39,8 @@ from benchmarks.tables import table
 from benchmarks.tied import tied
 from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import ModelSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.grid_tables import Grid
 from tensorferry.stages.adapters.qwen3_vl import FAMILY
 from tensorferry.stages.adapters.tower import Tower

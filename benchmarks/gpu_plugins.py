@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tensorferry.codecs.tensors import View, view_of
-from tensorferry.pipeline.deployment.load import LimitsSpec, ModelSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec, ModelSpec
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.adapters.qwen3_vl import Qwen3VL
 from tensorferry.stages.processors.base import Plan

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.results import Measurement, Outcome, Verdict, measurement, speedup
 from benchmarks.tables import table
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.attention import Stretches
 from tensorferry.stages.adapters.grid_tables import Grid
 from tensorferry.stages.adapters.packed_forward import Packed, Packing

@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks.results import Outcome, Scale, Verdict, measurement
 from tensorferry.codecs.messages import Payload
 from tensorferry.codecs.pool.ledger import Ledger, Words
-from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Pool
+from tensorferry.codecs.pool.lending import RECLAIM_AT_ONCE
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 

@@ -19,7 +19,7 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
-from tensorferry.pipeline.deployment.load import PoolSpec
+from tensorferry.pipeline.deployment.spec import PoolSpec
 from tensorferry.pipeline.pools.broker import recycle
 from tensorferry.pipeline.process.supervisor import COPY_VARIABLES
 

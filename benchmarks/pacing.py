@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.results import Outcome, Scale, Verdict, measurement
 from benchmarks.service import serving
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.recording.request import Request
 from tensorferry.replay.run.schedule import Speed
 from tensorferry.replay.run.sender import Outcome as Sent

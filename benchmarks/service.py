@@ -20,7 +20,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import FrontDoor, open_context
-from tensorferry.pipeline.deployment.load import Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEPLOYMENT = """

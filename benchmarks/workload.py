@@ -14,7 +14,7 @@ from benchmarks.flood import Packet, Target
 from benchmarks.malformed import Frames, Layer, Malformed, batch, samples
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits, decode
-from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset
+from tensorferry.pipeline.deployment.spec import STAGES, Deployment, port_offset
 from tensorferry.pipeline.pools.fd_conversation import Attach, Refused
 from tensorferry.pipeline.process.runtime_dir import Runtime
 

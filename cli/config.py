@@ -13,8 +13,9 @@ import click
 
 from tensorferry.codecs.errors import UNPLACED, ConfigError, DeploymentError
 from tensorferry.pipeline.channels.curve_keys import ServerKeys
-from tensorferry.pipeline.deployment.load import Check, Deployment, load, placed, require_available, resolved
+from tensorferry.pipeline.deployment.load import Check, load, placed, require_available, resolved
 from tensorferry.pipeline.deployment.sglang_settings import Deprecation, Tell
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.telemetry.span_exporter import require_installed
 from tensorferry.stages.adapters.registry import (
     check_model,

@@ -28,7 +28,8 @@ from tensorferry.codecs.machine.transport import (
     not_yet,
     obstacle,
 )
-from tensorferry.pipeline.deployment.load import Deployment, require_available
+from tensorferry.pipeline.deployment.load import require_available
+from tensorferry.pipeline.deployment.spec import Deployment
 
 PLAIN_WIDTH = 130  #: of a report that goes to a file or a pipe
 

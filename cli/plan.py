@@ -18,7 +18,7 @@ from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.cli.tracefile import trace_argument
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.replay.plan.forecast import MOST_MB, Plan, Rules, Visit, forecast, plan
 from tensorferry.replay.plan.page import report
 from tensorferry.replay.plan.pool_stays import Measured, measured

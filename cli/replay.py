@@ -24,7 +24,8 @@ from tensorferry.cli.tracefile import opened, reading_options, trace_argument, w
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, require_available
+from tensorferry.pipeline.deployment.load import require_available
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry.counters import configure
 from tensorferry.replay.results.machine import this_machine

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from tensorferry.codecs.errors import UNPLACED, ConfigError, all_of
-from tensorferry.pipeline.deployment.load import Deployment, placed
-from tensorferry.pipeline.deployment.running_settings import differences, told
+from tensorferry.pipeline.deployment.load import placed
+from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.process.running_settings import differences, told
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
 REMEDY = "give the settings that it was started with, or stop it and start it with these"

@@ -12,7 +12,8 @@ import click
 from tensorferry.cli.config import load_deployment, placing, set_option
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.pipeline.deployment.load import ranks_of, require_available
+from tensorferry.pipeline.deployment.load import require_available
+from tensorferry.pipeline.deployment.spec import ranks_of
 from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import DRAIN_ORDER, digest

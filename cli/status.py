@@ -17,7 +17,7 @@ from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, ranks_of
+from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
 from tensorferry.pipeline.process.run_process import is_stopped
 from tensorferry.pipeline.process.runtime_dir import Owner, Runtime
 

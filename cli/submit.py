@@ -18,7 +18,7 @@ from tensorferry.codecs.errors import BadRequest
 from tensorferry.codecs.messages import MAX_OUTPUT_TOKENS, Busy, Failed, Result
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.client.prompt_parts import Image, Part, Video
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 
 NOT_SERVED = 3
 #: An option that adds to the prompt -> what is sent for its value.

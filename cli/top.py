@@ -19,7 +19,7 @@ from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.replay.results.report import size_text
 
 _BAR = 12

@@ -13,17 +13,17 @@ from tensorferry.cli.config import load_deployment, placing
 from tensorferry.codecs.machine.facts import Facts
 from tensorferry.codecs.machine.probe import gather
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS, Budget, Decision, Wanted, decide, startup_fields
-from tensorferry.pipeline.deployment.load import (
+from tensorferry.pipeline.deployment.load import require_available
+from tensorferry.pipeline.deployment.sglang_settings import Deprecation
+from tensorferry.pipeline.deployment.spec import (
     MIB,
     Deployment,
     device_of,
     encoder_pool_nbytes,
     names_gpus,
     ranks_of,
-    require_available,
     tokenizer_pool_nbytes,
 )
-from tensorferry.pipeline.deployment.sglang_settings import Deprecation
 from tensorferry.pipeline.telemetry import counters
 from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.stages.adapters.registry import embedding_form, patches_taken
 from tensorferry.stages.engines.registry import embedding_width
 from tensorferry.stages.plugin import bad_config

@@ -15,7 +15,7 @@ import msgspec
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.telemetry import traceparent
-from tensorferry.pipeline.telemetry.span_exporter import Attribute, Span, new_span_id
+from tensorferry.pipeline.telemetry.span import Attribute, Span, new_span_id
 from tensorferry.pipeline.telemetry.timeline import READ, SPANS, reached
 
 #: Which stage a request is at up to a mark; up to all others, it is at its owner.

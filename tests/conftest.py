@@ -36,8 +36,8 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.recording.request import Request
 from tensorferry.replay.results.report import write_report
-from tensorferry.replay.results.summary import PoolUse, Setup, summarise
-from tensorferry.replay.run.gauge_samples import Sample
+from tensorferry.replay.results.summary import Setup, summarise
+from tensorferry.replay.run.gauge_samples import PoolUse, Sample
 from tensorferry.replay.run.schedule import Speed
 from tensorferry.replay.run.sender import Outcome, Replay
 from tensorferry.replay.trace.loaded_trace import Trace

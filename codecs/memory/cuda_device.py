@@ -7,7 +7,7 @@ the calling thread has set, and leaves that setting as it was.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 import numpy as np
@@ -15,11 +15,8 @@ import numpy.typing as npt
 
 from tensorferry.codecs.errors import StreamCapturing
 from tensorferry.codecs.memory.cuda_driver import CudaError, Driver, NoDriver
-from tensorferry.codecs.memory.memory import Arrival, Bytes
+from tensorferry.codecs.memory.memory import Arrival, Bytes, WordPage
 from tensorferry.codecs.memory.pinned import pinned
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.control import Page
 
 
 class CudaDevice:
@@ -132,7 +129,7 @@ class StreamOrder:
         if self._device.is_capturing(self.stream):
             raise StreamCapturing(self.stream)
 
-    def store(self, page: Page, column: int, slot: int, generation: int) -> None:
+    def store(self, page: WordPage, column: int, slot: int, generation: int) -> None:
         device = self._device
         if device.is_capturing(self.stream):
             raise StreamCapturing(self.stream)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
-from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Order
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.control import Page
+from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Order, WordPage
 
 
 class CudaMemory:
@@ -39,16 +34,15 @@ class CudaMemory:
     def private(self, nbytes: int) -> Bytes | None:
         return self.device.empty(nbytes, self.device.current_stream())
 
-    def adopt(self, page: Page) -> None:
+    def adopt(self, page: WordPage) -> None:
         """Let streams store into a page of this process's own words. Nobody's stream touches another's."""
-        segment = page.segment
-        page.device_address = self.device.call("register", segment.data.ctypes.data, segment.nbytes, read_only=False)
+        page.device_address = self.device.call("register", page.address, page.nbytes, read_only=False)
 
-    def disown(self, page: Page) -> None:
+    def disown(self, page: WordPage) -> None:
         """Waits for the stores and waits that are queued on it (cuMemHostUnregister; seen on an H200)."""
         if page.device_address:
             page.device_address = 0
-            self.device.call("unregister", page.segment.data.ctypes.data)
+            self.device.call("unregister", page.address)
 
     def descriptors(self) -> list[int]:
         return []

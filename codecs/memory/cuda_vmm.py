@@ -2,8 +2,8 @@
 
 The producer makes chunks and exports them, a consumer imports them; each maps them at the same place of its own
 addresses, so an offset means the same to both, and a tensor may lie across chunks. Which chunks there are is decided
-elsewhere (`pool/chunks.py`); here is what it takes. Giving addresses back waits for the device, so do it off an event
-loop; nothing else here waits.
+elsewhere (`pool/elastic/chunks.py`); here is what it takes. Giving addresses back waits for the device, so do it off an
+event loop; nothing else here waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from tensorferry.codecs.memory.cuda_device import CudaDevice
 from tensorferry.codecs.memory.cuda_driver import CudaError, Driver, HandleKind
 from tensorferry.codecs.memory.cuda_memory import CudaMemory
 from tensorferry.codecs.memory.memory import Bytes, GpuHandle, Handle, Order, let_go
-from tensorferry.codecs.pool.elastic.chunks import divided
 
 CHUNK_NBYTES = 64 << 20  #: a chunk costs about 1 ms to make and hand over, whatever its size
 
@@ -49,6 +48,25 @@ class NoFabric(FerryError):
         )
 
 
+def divided(nbytes: int, chunk_nbytes: int, granularity: int) -> tuple[int, int]:
+    """(positions, bytes of a chunk) for a budget: chunks of at most chunk_nbytes, and multiples of the granularity.
+
+    All chunks of a pool are equally large, so a budget that is no multiple of the wanted size gets smaller ones: those
+    that leave the least of it unused, down to half the wanted size, and the largest of equally good ones. The product
+    is never above nbytes; (0, 0) where not even one granule fits.
+    """
+    wanted = max(min(chunk_nbytes, nbytes) // granularity, 1) * granularity
+    if nbytes < granularity:
+        return 0, 0
+    fewest = -(-nbytes // wanted)
+    found = []
+    for positions in range(fewest, 2 * fewest + 1):
+        chunk = nbytes // positions // granularity * granularity
+        found.append((positions * chunk, -positions, chunk))
+    _, positions, chunk = max(found)
+    return -positions, chunk
+
+
 class VmmSegment(CudaMemory):
     """Chunks of a GPU's memory that this process makes for a pool. See `memory.Growing`.
 
@@ -71,7 +89,7 @@ class VmmSegment(CudaMemory):
 
     @classmethod
     def create(cls, nbytes: int, ordinal: int, chunk_nbytes: int, kind: HandleKind = "posix_fd") -> VmmSegment:
-        """Addresses for a budget of nbytes, with nothing there. See `chunks.divided` for how it is cut.
+        """Addresses for a budget of nbytes, with nothing there. See `divided` for how it is cut.
 
         ordinal: of the GPU, among those that this process sees. Raises NoDriver, CudaError, BudgetTooSmall, NoFabric.
         """

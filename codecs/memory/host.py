@@ -11,17 +11,13 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorferry.codecs.errors import AttachRefused, FerryError
 from tensorferry.codecs.memory.free_memory import available_nbytes
-from tensorferry.codecs.memory.memory import Arrival, Bytes, GpuHandle, Order
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.control import Page
+from tensorferry.codecs.memory.memory import Arrival, Bytes, GpuHandle, Order, WordPage
 
 #: Linux 5.1; Python 3.13 names it fcntl.F_SEAL_FUTURE_WRITE: mappings made from now on are read-only, the
 #: owner's own, made before, stays writable.
@@ -51,7 +47,7 @@ class HostOrder:
 
     def check(self) -> None: ...
 
-    def store(self, page: Page, column: int, slot: int, generation: int) -> None:
+    def store(self, page: WordPage, column: int, slot: int, generation: int) -> None:
         page.store(column, slot, generation)
 
     def join(self) -> None: ...
@@ -174,9 +170,9 @@ class HostSegment:
     def private(self, nbytes: int) -> Bytes | None:
         return None
 
-    def adopt(self, page: Page) -> None: ...
+    def adopt(self, page: WordPage) -> None: ...
 
-    def disown(self, page: Page) -> None: ...
+    def disown(self, page: WordPage) -> None: ...
 
     def descriptors(self) -> list[int]:
         return [os.dup(self.fd)]

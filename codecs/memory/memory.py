@@ -8,16 +8,13 @@ are, each for the producer that made the memory and for a consumer that has it m
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
 from tensorferry.codecs.messages import Wire
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.control import Page
 
 #: uint8 of one dimension: a numpy array in host memory, a torch tensor in GPU memory.
 Bytes = Any
@@ -40,6 +37,24 @@ def let_go(handle: Handle | None) -> None:
         os.close(handle)
 
 
+class WordPage(Protocol):
+    """A page of generation words of this process, as memories and orders use it; see `pool/control.py`."""
+
+    device_address: int  #: of the page, where a GPU reaches it; 0: none does. Set by `Memory.adopt`
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def device_word(self, column: int, slot: int) -> int:
+        """Where a GPU reaches a word."""
+
+    def store(self, column: int, slot: int, generation: int) -> None:
+        """Store a word after everything that this thread has written before."""
+
+
 class Arrival(Protocol):
     """Bytes on their way to host memory."""
 
@@ -59,7 +74,7 @@ class Order(Protocol):
     def check(self) -> None:
         """Raises StreamCapturing while the stream records a CUDA graph: a generation must not be baked in."""
 
-    def store(self, page: Page, column: int, slot: int, generation: int) -> None:
+    def store(self, page: WordPage, column: int, slot: int, generation: int) -> None:
         """Store a word once everything before is done and visible. Raises StreamCapturing."""
 
     def join(self) -> None:
@@ -96,10 +111,10 @@ class Memory(Protocol):
     def private(self, nbytes: int) -> Bytes | None:
         """Other memory of the same kind, its bytes not set; None where any memory will do."""
 
-    def adopt(self, page: Page) -> None:
+    def adopt(self, page: WordPage) -> None:
         """Let this memory's orders reach the words of a page; `disown` it before it is closed."""
 
-    def disown(self, page: Page) -> None:
+    def disown(self, page: WordPage) -> None:
         """Undo `adopt`. May wait for work that is queued on the page."""
 
     def descriptors(self) -> list[int]:

@@ -6,8 +6,9 @@ word per slot of one pool. Every word is a generation, 0 at first. A header name
 descriptor that went astray is refused: magic (8 bytes), version, slots, then the pool's and the writer's nonces, and
 the number of positions.
 
-Pools with chunks (see `chunks.py`) have one word more per position at the end of each page, a serial: in the control
-page the chunk that may be used there, 0 for none; in an ack page the last one of which that consumer holds nothing.
+Pools with chunks (see `elastic/chunks.py`) have one word more per position at the end of each page, a serial: in the
+control page the chunk that may be used there, 0 for none; in an ack page the last one of which that consumer holds
+nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _HEADER_NBYTES = 64
 
 
 class Page:
-    """A page of control words, `columns` words for each slot, then one for each position of a pool with chunks."""
+    """A page of control words, `columns` words for each slot, then one for each position of a pool with chunks.
+
+    To the pool's memory it is a `memory.WordPage`.
+    """
 
     def __init__(self, segment: HostSegment, slots: int, columns: int, positions: int) -> None:
         self.segment = segment
@@ -72,6 +76,15 @@ class Page:
         """All slots' words of a column, as they are now."""
         fence()
         return [int(word) for word in self._scalars[column]]
+
+    @property
+    def address(self) -> int:
+        address: int = self.segment.data.ctypes.data
+        return address
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment.nbytes
 
     def device_word(self, column: int, slot: int) -> int:
         """Where a GPU reaches a word."""

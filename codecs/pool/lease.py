@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from tensorferry.codecs.errors import LeaseError, LeaseNotReady
+from tensorferry.codecs.errors import LeaseError
 from tensorferry.codecs.memory.memory import Bytes, Order
 from tensorferry.codecs.pool.ledger import Grant
-
-if TYPE_CHECKING:
-    from tensorferry.codecs.pool.pool import Pool
+from tensorferry.codecs.pool.lending import Lending
 
 
 class Lease:
@@ -23,20 +21,20 @@ class Lease:
     data: Bytes
     order: Order  #: of the writes; ready comes after them in it
 
-    def __init__(self, pool: Pool, nbytes: int, patient: bool = True) -> None:
+    def __init__(self, lending: Lending, nbytes: int, patient: bool = True) -> None:
         self.nbytes, self._patient = nbytes, patient
-        self._pool = pool
+        self._lending = lending
         self._published = self._used = False
         self._told: set[int] = set()
 
     def __enter__(self) -> Self:
         if self._used:
             raise LeaseError(self.grant.slot, self.grant.generation, "is for one block; take another lease")
-        self.order = self._pool._segment.order()
-        grant = self.grant = self._pool._lend(self.nbytes, self._patient)
+        self.order = self._lending.segment.order()
+        grant = self.grant = self._lending.lend(self.nbytes, self._patient)
         self._used = True
         try:
-            self.data = self._pool._segment.lend(grant.offset, self.nbytes, self.order)
+            self.data = self._lending.segment.lend(grant.offset, self.nbytes, self.order)
         except BaseException:  # nobody was told of it, so it comes back
             self._settle()
             raise
@@ -50,8 +48,8 @@ class Lease:
 
         Raises PoolClosed; StreamCapturing.
         """
-        with self._pool._lock():
-            self._pool._check_open()
+        with self._lending.lock():
+            self._lending.check_open()
             self._publish()
 
     def poison(self) -> None:
@@ -60,10 +58,9 @@ class Lease:
 
         Raises LeaseError when the lease has ended, PoolClosed.
         """
-        with self._pool._lock():
-            self._pool._check_open()
-            self._pool._ledger.check_lent(self.grant)
-            self._pool._control.set_poison(self.grant.slot, self.grant.generation)
+        with self._lending.lock():
+            self._lending.check_open()
+            self._lending.poison(self.grant)
 
     def prepared(self, column: int) -> bool:
         """Whether `dispatch` to this consumer would go now. Of one that is told by message the bytes must be in memory
@@ -71,12 +68,12 @@ class Lease:
 
         Raises PoolClosed; StreamCapturing.
         """
-        with self._pool._lock():
-            self._pool._check_open()
-            if not self._pool._needs_complete(column):
+        with self._lending.lock():
+            self._lending.check_open()
+            if not self._lending.needs_complete(column):
                 return True
             self._publish()
-            return self._is_complete()
+            return self._lending.is_complete(self.grant)
 
     def dispatch(self, columns: Iterable[int]) -> None:
         """These consumers are about to be sent a proxy; call it before the send.
@@ -86,51 +83,35 @@ class Lease:
         bytes are not in memory: see `prepared`. PoolClosed.
         """
         columns = tuple(columns)
-        with self._pool._lock():
-            self._pool._check_open()
+        with self._lending.lock():
+            self._lending.check_open()
             for column in columns:
                 if column in self._told:
                     raise LeaseError(
                         self.grant.slot, self.grant.generation, f"column {column}: was dispatched to it already"
                     )
-                if self._pool._growth is not None and column in self._pool._consumers:
-                    self._pool._growth.check_sent(column, self.grant)
+                self._lending.check_sent(column, self.grant)
             self._publish()
-            if self._pool.mail is not None and any(map(self._pool._needs_complete, columns)):
-                self._check_complete()
-            self._pool._ledger.dispatch(self.grant, columns)
+            self._lending.dispatch(self.grant, columns)
             self._told.update(columns)
 
     def retract(self, column: int) -> None:
         """The send to this consumer certainly did not happen. Raises LeaseError when it owes nothing."""
-        with self._pool._lock():
-            self._pool._ledger.retract(self.grant, column)
+        with self._lending.lock():
+            self._lending.ledger.retract(self.grant, column)
             self._told.discard(column)
 
     def _publish(self) -> None:
         if not self._published:
-            control = self._pool._control
-            self.order.store(control, control.READY, self.grant.slot, self.grant.generation)
-            self._pool._published[self.grant.slot] = self.grant.generation
+            self._lending.publish(self.grant, self.order)
             self._published = True
-
-    def _is_complete(self) -> bool:
-        control = self._pool._control
-        return control.look(self.grant.slot)[control.READY] == self.grant.generation
-
-    def _check_complete(self) -> None:
-        slot, generation = self.grant[:2]
-        if self._pool._control.look(slot)[self._pool._control.POISON] == generation:
-            raise LeaseError(slot, generation, "is poisoned, which cannot be told by message")
-        if not self._is_complete():
-            raise LeaseNotReady(slot, generation, "is not complete yet: dispatch it to this consumer once `prepared`")
 
     def _settle(self) -> None:
         self.data = None
-        self._pool._lock.run(self._end)
+        self._lending.lock.run(self._end)
 
     def _end(self) -> None:
-        if self._pool._closed:
+        if self._lending.closed:
             return
         self._publish()  # also when cancelled: the range may be lent again when the writer is done
-        self._pool._ledger.settle(self.grant)
+        self._lending.ledger.settle(self.grant)

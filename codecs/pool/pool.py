@@ -1,9 +1,9 @@
 """A bounded pool in shared memory, of the host or of a GPU: ranges are lent, one lease a feature, and come back by
 acknowledgement.
 
-The pool joins the ledger (who has what), the control words (what everybody else can see) and the memory. It is
-thread-safe. It proves deaths itself, by the descriptors consumers sent of themselves, so a consumer that is
-killed gives everything back without anybody's help.
+The pool joins the ledger (who has what), the control words (what everybody else can see) and the memory, which together
+are its `Lending`. It is thread-safe. It proves deaths itself, by the descriptors consumers sent of themselves, so a
+consumer that is killed gives everything back without anybody's help.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from tensorferry.codecs.errors import AttachRefused, PoolClosed, PoolFull, StaleLease
+from tensorferry.codecs.errors import AttachRefused, StaleLease
 from tensorferry.codecs.memory.cuda_driver import HandleKind
 from tensorferry.codecs.memory.cuda_ipc import CudaSegment
 from tensorferry.codecs.memory.cuda_vmm import CHUNK_NBYTES, VmmSegment
@@ -27,23 +27,19 @@ from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import LAST_NONCE, MOST_SLOTS, Confirmed, PoolDescription, Released
 from tensorferry.codecs.pool.consumer import Consumer, check_taken
 from tensorferry.codecs.pool.control import ControlPage, await_stores
-from tensorferry.codecs.pool.elastic.growth import Growth
 from tensorferry.codecs.pool.elastic.mail import ChunkMail, Letter
 from tensorferry.codecs.pool.export import Attachment, Export, positions_of
 from tensorferry.codecs.pool.lease import Lease
-from tensorferry.codecs.pool.ledger import Grant, Ledger
+from tensorferry.codecs.pool.lending import Lending
 from tensorferry.codecs.pool.statistics import PoolStatistics
 from tensorferry.codecs.system.arguments import seconds, whole
 from tensorferry.codecs.system.descriptors import close_all
-from tensorferry.codecs.system.interruptible_lock import Lock
 from tensorferry.codecs.tensors import MAX_NBYTES
 
 MOST_DEVICES = 1023
 NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
 PoolMemory = Literal["host", "cuda_ipc", "cuda_vmm"]
-RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
 IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, unless they are told otherwise
-WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
 
 
 class Pool:
@@ -65,22 +61,14 @@ class Pool:
         mail: see `Export`."""
         self.description = description
         self.producer, self.mail = producer, mail
-        self._distrusted: list[int] = []  # quarantined for what they wrote, and not reported by `check_words` yet
+        lending = Lending(
+            segment, control, description, growing=growing, mail=mail, idle_s=idle_s, grow_wait_s=grow_wait_s
+        )
+        self._lending, self._lock, self._ledger = lending, lending.lock, lending.ledger
         self._segment, self._control = segment, control
-        self._ledger = Ledger(0 if growing else description.nbytes, description.slots)
-        self._consumers: dict[int, Consumer] = {}
-        self._lock = Lock()
-        self._closed = False
-        self._growth_waits = 0
-        self._leases = self._refused = self._struck = self._ended = self._foreign_words = 0
-        self._published = [0] * description.slots  # last generation of each; the word may still be on its way
-        self._lent_at_ns = [0] * description.slots
-        self._lent_ns = self._longest_lent_ns = 0
-        self._grow_wait_s = grow_wait_s
-        self._growth: Growth | None = None
-        if growing is not None:
-            books = self._ledger, control, self._consumers, self._lock
-            self._growth = Growth(growing, *books, self._reclaim, idle_s)
+        self._consumers, self._growth = lending.consumers, lending.growth
+        self._distrusted: list[int] = []  # quarantined for what they wrote, and not reported by `check_words` yet
+        self._foreign_words = 0
 
     @classmethod
     def create(
@@ -103,11 +91,12 @@ class Pool:
         device: the GPU that GPU memory lies on, as torch counts, the first by default; for host memory the GPU that
         writes it, if one does: views are then CUDA tensors over its pages. producer: the epoch of this process, random
         by default; go_on: called again and again while host memory is made, which can take seconds, and may raise to
-        give it up. Of elastic pools: chunk_nbytes: at most, see `chunks.divided`; idle_s: after so long without a lease
-        a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for a
-        chunk at most; mail: share no pages with consumers, who then acknowledge by message (see `hear` and `letters`),
-        and hand chunks over by POSIX file descriptor or, across nodes, FABRIC handle. Raises TypeError or ValueError
-        before anything is taken; NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall, NoFabric.
+        give it up. Of elastic pools: chunk_nbytes: at most, see `cuda_vmm.divided`; idle_s: after so long without a
+        lease a chunk is given back, unless it is the spare; grow_wait_s: how long a lease that finds no room waits for
+        a chunk at most; mail: share no pages with consumers, who then acknowledge by message (see `hear` and
+        `letters`), and hand chunks over by POSIX file descriptor or, across nodes, FABRIC handle. Raises TypeError or
+        ValueError before anything is taken; NoMemory; where a GPU is used NoDriver or CudaError; BudgetTooSmall,
+        NoFabric.
         """
         if memory not in get_args(PoolMemory):
             raise ValueError(f"memory={memory!r}: a pool lies in one of {', '.join(get_args(PoolMemory))}")
@@ -162,7 +151,7 @@ class Pool:
         they are sent. With `mail` there is no control page, and across nodes nothing is to be sent. Raises PoolClosed.
         """
         with self._lock(), ExitStack() as undo:
-            self._check_open()
+            self._lending.check_open()
             fds = self._segment.descriptors()
             undo.callback(close_all, fds)  # the list as it is then
             if self.mail is None:
@@ -186,7 +175,7 @@ class Pool:
         with ExitStack() as undo:
             undo.callback(consumer.close)
             with self._lock():
-                self._check_open()
+                self._lending.check_open()
                 if self.mail and any(other.epoch == consumer.epoch for other in self._consumers.values()):
                     raise AttachRefused(f"consumer {consumer.epoch} has a column already: its mail would be two's")
                 column = self._ledger.admit()
@@ -206,19 +195,19 @@ class Pool:
         with self._lock():
             column = whole("column", column, 0, self._ledger.admitted - 1)
             if column in self._consumers:
-                self._strike(column)
-                self._struck += 1
+                self._lending.strike(column)
+                self._lending.struck += 1
 
     def outstanding(self, column: int) -> list[tuple[int, int]]:
         """Slot and generation of every lease that this consumer has been told of and has not acknowledged yet."""
         with self._lock():
-            self._reclaim()
+            self._lending.reclaim()
             return [grant[:2] for grant in self._ledger.outstanding(column)]
 
     def strike_dead(self) -> list[int]:
         """Strike every consumer whose process is gone; returns their columns."""
         with self._lock():
-            return self._strike_dead()
+            return self._lending.strike_dead()
 
     def check_words(self) -> list[int]:
         """Quarantine the consumers that have acknowledged what nobody was ever lent; returns their columns.
@@ -228,7 +217,7 @@ class Pool:
         proven dead. It cannot be dispatched to. One comparison for each consumer; for the periodic recycler.
         """
         with self._lock():
-            if self._closed:
+            if self._lending.closed:
                 return []
             lent = self._control.lease_words()
             for column in sorted(self._consumers.keys() - self._ledger.quarantined):
@@ -238,7 +227,7 @@ class Pool:
                     foreign += self._growth.foreign(column)
                 self._distrust(column, foreign)
             found, self._distrusted = self._distrusted, []
-            return found
+            return [column for column in found if column in self._consumers]
 
     def check_growth(self) -> Exception | None:
         """What went wrong in an elastic pool's thread, which goes on: for the periodic recycler to say so.
@@ -272,7 +261,7 @@ class Pool:
         """
         with self._lock():
             column = self._corresponding(message)
-            if self._closed or column is None or column in self._ledger.quarantined:
+            if self._lending.closed or column is None or column in self._ledger.quarantined:
                 return None
             mail, growth, lent = self._consumers[column].line, self._growth, self._control.lease_words()
             assert isinstance(mail, ChunkMail)
@@ -301,24 +290,14 @@ class Pool:
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = whole("nbytes", nbytes, 0, MAX_NBYTES)
-        return Lease(self, nbytes, patient)
+        return Lease(self._lending, nbytes, patient)
 
     def fits(self, sizes: Sequence[int]) -> bool:
         """Whether leases of these sizes could all be had now, after a pass to reclaim what they need.
 
         If not, an elastic pool starts to grow for them: see `growing`."""
         with self._lock():
-            if self._growth is not None and not self._closed:
-                self._growth.check_context()
-            while not self._closed:
-                if self._ledger.fits(sizes):
-                    if self._growth is not None and self._growth.wanted:
-                        self._growth.found(self._rounded(sizes))
-                    return True
-                if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
-                    self._grows_for(sizes)
-                    break
-            return False
+            return self._lending.fits(sizes)
 
     @property
     def on_host(self) -> bool:
@@ -328,7 +307,7 @@ class Pool:
     def growing(self, sizes: Sequence[int]) -> bool:
         """Whether an elastic pool is about to make room for leases of these sizes, which do not fit now."""
         with self._lock():
-            return not self._closed and self._grows_for(sizes) is not None
+            return not self._lending.closed and self._lending.ask_for(sizes) is not None
 
     def private(self, nbytes: int) -> Bytes | None:
         """Memory like the pool's that is not of the pool; None for a host pool: any will do."""
@@ -341,11 +320,11 @@ class Pool:
     def reclaim(self) -> int:
         """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
         with self._lock():
-            return self._reclaim()
+            return self._lending.reclaim()
 
     def statistics(self) -> PoolStatistics:
         with self._lock():
-            ledger, growth = self._ledger, self._growth
+            lending, ledger, growth = self._lending, self._ledger, self._growth
             nbytes = self.description.nbytes
             mapped_nbytes, retiring_nbytes = (nbytes, 0) if growth is None else growth.sizes()
             return PoolStatistics(
@@ -359,20 +338,20 @@ class Pool:
                 peak_lent_slots=ledger.peak_lent_slots,
                 slots=self.description.slots,
                 consumers=len(self._consumers),
-                leases=self._leases,
-                refused=self._refused,
-                struck_consumers=self._struck,
+                leases=lending.leases,
+                refused=lending.refused,
+                struck_consumers=lending.struck,
                 quarantined_consumers=len(self._ledger.quarantined),
                 foreign_words=self._foreign_words,
-                ended=self._ended,
-                lent_ms=self._lent_ns / max(1, self._ended) / 1e6,
-                longest_lent_ms=self._longest_lent_ns / 1e6,
+                ended=lending.ended,
+                lent_ms=lending.lent_ns / max(1, lending.ended) / 1e6,
+                longest_lent_ms=lending.longest_lent_ns / 1e6,
                 reserved_nbytes=nbytes,
                 mapped_nbytes=mapped_nbytes,
                 retiring_nbytes=retiring_nbytes,
                 grown=0 if growth is None else growth.grown,
                 retired=0 if growth is None else growth.retired,
-                growth_waits=self._growth_waits,
+                growth_waits=lending.growth_waits,
                 growth_refused=0 if growth is None else growth.refused,
                 growth_failed=0 if growth is None else growth.failed,
             )
@@ -383,48 +362,22 @@ class Pool:
         GPU memory: waits for what is queued on it, so call it off an event loop.
         """
         with self._lock():
-            if self._closed:
+            if self._lending.closed:
                 return
-            self._closed = True
+            self._lending.closed = True
             for column in list(self._consumers):
-                self._strike(column)
+                self._lending.strike(column)
         if self._growth is not None:
             self._growth.end()
         with self._lock():
             control = self._control
-            await_stores(lambda: control.column(control.READY) == self._published)
+            await_stores(lambda: control.column(control.READY) == self._lending.published)
             with ExitStack() as undo:  # all of it, also where one of them fails
                 undo.callback(self._segment.close)
                 undo.callback(control.close)
                 self._segment.disown(control)
 
-    def _lend(self, nbytes: int, patient: bool) -> Grant:
-        """Raises PoolFull. Waits outside the lock, and for this process's own thread alone: so it may be done while
-        leases are held."""
-        until = 0.0
-        while True:
-            with self._lock():
-                try:
-                    grant = self._lend_now(nbytes)
-                    if until and self._growth is not None:
-                        self._growth.found(self._rounded([nbytes]))
-                    return grant
-                except PoolFull:
-                    asked = self._grows_for([nbytes])
-                    if not until:
-                        until = time.monotonic() + self._grow_wait_s
-                        self._growth_waits += asked is not None and patient
-                    if self._growth is None or asked is None or not patient or time.monotonic() >= until:
-                        self._refused += 1
-                        raise
-                    growth = self._growth
-            growth.wait(asked, until)
-
     # --- under the lock
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PoolClosed
 
     def _corresponding(self, message: Released) -> int | None:
         """The column of a consumer that acknowledges by message."""
@@ -440,72 +393,6 @@ class Pool:
             self._ledger.quarantine(column)
             self._distrusted.append(column)
         return bool(foreign)
-
-    def _needs_complete(self, column: int) -> bool:
-        """Whether a consumer is told of bytes that are complete, and of no others: it cannot see `ready`."""
-        consumer = self._consumers.get(column)
-        return consumer is not None and consumer.page is None
-
-    def _lend_now(self, nbytes: int) -> Grant:
-        self._check_open()
-        if self._growth is not None:
-            self._growth.check_context()
-        if nbytes >= WARM_FROM_NBYTES and self.description.memory == "host":
-            self._reclaim()
-        while True:
-            try:
-                grant = self._ledger.lend(nbytes)
-                break
-            except PoolFull:
-                if not self._reclaim() and not (self._strike_dead() and self._reclaim()):
-                    raise
-        self._leases += 1
-        now_ns = self._lent_at_ns[grant.slot] = time.monotonic_ns()
-        self._control.lend(grant.slot, grant.generation)
-        if self._growth is not None:
-            self._growth.lent(now_ns)
-        return grant
-
-    def _grows_for(self, sizes: Sequence[int]) -> int | None:
-        """What to wait with until an elastic pool has grown for these sizes; None: it will not."""
-        if self._growth is None or self._ledger.free_slots < len(sizes):
-            return None
-        return self._growth.ask(self._rounded(sizes))
-
-    def _rounded(self, sizes: Sequence[int]) -> list[int]:
-        return [self._ledger.rounded(size) for size in sizes]
-
-    def _reclaim(self) -> int:
-        if self._closed:
-            return 0
-        consumers = self._consumers.items()
-        acks = {column: consumer.page.words() for column, consumer in consumers if consumer.page is not None}
-        ended = self._ledger.reclaim(self._control.ready_words(), acks, RECLAIM_AT_ONCE)
-        if ended:
-            now_ns = time.monotonic_ns()
-            if self._growth is not None:
-                self._growth.ended(ended, now_ns)
-            lent_ns = [now_ns - self._lent_at_ns[grant.slot] for grant in ended]
-            self._ended += len(ended)
-            self._lent_ns += sum(lent_ns)
-            self._longest_lent_ns = max(self._longest_lent_ns, *lent_ns)
-        return len(ended)
-
-    def _strike(self, column: int) -> None:
-        consumer = self._consumers.pop(column)
-        self._ledger.strike(column)
-        if column in self._distrusted:
-            self._distrusted.remove(column)
-        if self._growth is not None:
-            self._growth.struck(column)
-        consumer.close()
-
-    def _strike_dead(self) -> list[int]:
-        dead = [column for column, consumer in self._consumers.items() if consumer.is_dead]
-        for column in dead:
-            self._strike(column)
-        self._struck += len(dead)
-        return dead
 
 
 def new_nonce() -> int:

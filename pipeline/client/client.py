@@ -26,7 +26,7 @@ from tensorferry.pipeline.channels.curve_keys import client_keys
 from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.client.argument_checks import REQUEST_NBYTES, check_arguments, check_list, check_sizes
 from tensorferry.pipeline.client.prompt_parts import Part, prompt_on_wire
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.telemetry.traceparent import parse
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 from unicodedata import category
 from urllib.parse import urlsplit
 
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.pipeline.channels.addresses import is_loopback, is_wildcard, listening_host, reachable_host
 from tensorferry.pipeline.deployment.document import Keys
-
-if TYPE_CHECKING:
-    from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 
 
 def contradictions(d: Deployment, processes: int) -> Iterator[tuple[str, list[Keys]]]:

@@ -30,7 +30,8 @@ import structlog
 from tensorferry.codecs.errors import AttachRefused, FerryError, PeerGone
 from tensorferry.codecs.messages import PROTOCOL_VERSION, Origin
 from tensorferry.codecs.pool.export import Attachment, Export
-from tensorferry.codecs.pool.pool import RECLAIM_AT_ONCE, Pool
+from tensorferry.codecs.pool.lending import RECLAIM_AT_ONCE
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.pipeline.channels.readable_fd import readable

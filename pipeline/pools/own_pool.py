@@ -14,7 +14,7 @@ from tensorferry.codecs.errors import PoolClosed, PoolFull
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
-from tensorferry.pipeline.deployment.load import Deployment, mail_of
+from tensorferry.pipeline.deployment.spec import Deployment, mail_of
 from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 import structlog
 import zmq
 
 from tensorferry.codecs.errors import FerryError
-
-if TYPE_CHECKING:
-    from tensorferry.pipeline.process.stage import Stage
+from tensorferry.pipeline.process.stage import Stage
 
 log = structlog.get_logger()
 

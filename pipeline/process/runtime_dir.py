@@ -45,7 +45,7 @@ from tensorferry.pipeline.channels.addresses import (
     tcp_address,
 )
 from tensorferry.pipeline.channels.zmq_link import PATH_NBYTES, is_file
-from tensorferry.pipeline.deployment.load import STAGES, Deployment, port_offset
+from tensorferry.pipeline.deployment.spec import STAGES, Deployment, port_offset
 from tensorferry.pipeline.process.name_claim import Claimed, claimed
 
 log = structlog.get_logger()

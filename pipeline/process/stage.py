@@ -6,8 +6,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
 import structlog
@@ -24,15 +24,13 @@ from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, ope
 from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.channels.zap_gate import Gate
 from tensorferry.pipeline.channels.zmq_link import Denial
-from tensorferry.pipeline.deployment.load import Deployment, device_of, mail_of, port_offset, ranks_of
-from tensorferry.pipeline.deployment.running_settings import Settings
+from tensorferry.pipeline.deployment.spec import Deployment, device_of, port_offset, ranks_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.pools.attach import Attaching
 from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.lease_mail import Post
-from tensorferry.pipeline.pools.own_pool import PoolShare
-from tensorferry.pipeline.process.heartbeat import beat, forget
+from tensorferry.pipeline.process.running_settings import Settings
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.telemetry import counters
 
@@ -40,12 +38,11 @@ log = structlog.get_logger()
 
 #: Counters that heartbeats tell too, for whoever watches a deployment without Prometheus.
 TOLD = ("requests_ok", "requests_failed", "requests_busy")
-FLUSH_S = 1.0  #: for a peer to take our last messages
-LINGER_S = 0.2  #: the same for a process that is cancelled
+LINGER_S = 0.2  #: for a peer to take our last messages, where a process is cancelled
 
 
 class Stage:
-    """See the module. Made by `opened`; closed with its block."""
+    """See the module. Made by `start_stage.opened`; closed with its block."""
 
     post: Post
     publisher: Publisher
@@ -243,36 +240,3 @@ def inboxes(deployment: Deployment, runtime: Runtime, *stages: str) -> dict[Key,
     """The inbox address of every rank of these stages."""
     ranks = ranks_of(deployment)
     return {(stage, rank): runtime.inbox(stage, rank) for stage in stages for rank in range(ranks[stage])}
-
-
-@asynccontextmanager
-async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare | None = None) -> AsyncIterator[Stage]:
-    """Everything a stage process needs, for the length of the block.
-
-    share: what the stage's pool may have, None for a stage that hands no tensors on. With `transport: cpu`
-    there is no pool all the same. The block is entered before peers are ready: see `Peers.wait_ready`.
-    """
-    assert deployment.transport != "auto", "decided by whoever starts the deployment"
-    if deployment.transport == "cpu":
-        share = None
-    async with AsyncExitStack() as undo:
-        self = Stage(deployment, stage, rank, share is not None, undo)
-        if share is None:
-            self.lend(None, Publisher(None))
-        else:
-            pool = undo.enter_context(await share.make(deployment, self.origin, self.device))
-            self.lend(pool, share.publisher(pool, self.device, self.counters))
-        await undo.enter_async_context(self.tasks)
-        loops = [beat(self), forget(self)]
-        if mail_of(deployment) is not None:
-            loops.append(self.post.carry(lambda: self.in_flight() > 0))
-        if self.publisher.pool is not None:
-            loops.append(await self.serve(self.publisher.pool, undo))
-        with self.running(*loops):
-            self.peers.greet(inboxes(deployment, self.runtime, *DOWNSTREAM[stage]))
-            log.info("started", epoch=self.epoch)
-            try:
-                yield self
-            finally:
-                self.attaching.cancel()
-        await self.peers.leave(FLUSH_S)

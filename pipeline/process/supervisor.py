@@ -29,7 +29,8 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.channels.curve_keys import ServerKeys
 from tensorferry.pipeline.channels.readable_fd import readable
-from tensorferry.pipeline.deployment.load import Deployment, ranks_of, resolved
+from tensorferry.pipeline.deployment.load import resolved
+from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
 from tensorferry.pipeline.process.orphans import reaping
 from tensorferry.pipeline.process.run_process import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 from tensorferry.pipeline.process.runtime_dir import Runtime

@@ -17,7 +17,7 @@ import structlog
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.deployment.load import TelemetrySpec
+from tensorferry.pipeline.deployment.spec import TelemetrySpec
 from tensorferry.pipeline.telemetry.log_sink import Sink
 
 if TYPE_CHECKING:

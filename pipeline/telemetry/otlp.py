@@ -28,7 +28,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OnWire
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from tensorferry import __version__
-from tensorferry.pipeline.telemetry.span_exporter import Attribute, Attributes, Span
+from tensorferry.pipeline.telemetry.span import Attribute, Attributes, Span
 from tensorferry.pipeline.telemetry.traceparent import span_id, trace_id
 
 SEND_S = 5.0  #: for all of one `send`: connecting, sending and the whole answer

@@ -1,22 +1,20 @@
-"""Spans of requests, as OpenTelemetry has them, and the thread that sends them: no request waits for it."""
+"""The thread that sends spans to an OpenTelemetry receiver: no request waits for it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from threading import Event, Thread
-from types import MappingProxyType
 
-import msgspec
 import structlog
 
 from tensorferry import __version__
 from tensorferry.codecs.errors import UNPLACED, ConfigError
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.telemetry.counters import Counters
+from tensorferry.pipeline.telemetry.span import Attributes, Span
 
 log = structlog.get_logger()
 
@@ -24,25 +22,6 @@ MOST_WAITING = 4096  #: requests and calls whose spans are not sent yet, at most
 MOST_AT_ONCE = 512  #: of these, in one message: about 1 KiB each
 EVERY_S = 0.5  #: what came meanwhile goes together
 CLOSE_S = 2.0  #: at the end, for what waits still to be sent
-
-Attribute = str | int | float | tuple[str, ...] | tuple[int, ...]
-Attributes = Mapping[str, Attribute]
-
-
-class Span(msgspec.Struct, frozen=True):
-    """Something that took its time. Times are CLOCK_MONOTONIC nanoseconds of this node."""
-
-    name: str
-    context: bytes  #: its own; see `traceparent`
-    start_ns: int
-    end_ns: int
-    parent: bytes = b""  #: the context of its parent; empty: it has none
-    remote: bool = False  #: that parent is of another process
-    serves: bool = False  #: it answers a call from outside (SERVER); else it is INTERNAL
-    attributes: Attributes = MappingProxyType({})
-    links: tuple[bytes, ...] = ()  #: contexts
-    problem: str | None = None  #: what went wrong, if something did
-
 
 Made = Callable[[], Iterable[Span]]
 
@@ -56,14 +35,6 @@ def require_installed() -> None:
     if not there:
         problem = "spans need a package that is not installed: pip install 'tensorferry[otel]', or leave the key away"
         raise ConfigError(UNPLACED, None, "telemetry.otlp_endpoint", problem)
-
-
-_random = random.Random()  # seeded by the kernel; asking it for every id would take a sixth of a request's spans
-
-
-def new_span_id() -> bytes:
-    """Eight random bytes that are not all zeros."""
-    return (_random.getrandbits(64) or 1).to_bytes(8, "big")
 
 
 class Exporter:

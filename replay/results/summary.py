@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from tensorferry import __version__
-from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.recording.request import Drop
 from tensorferry.pipeline.telemetry.timeline import READ, reached
 from tensorferry.replay.results.machine import Machine
+from tensorferry.replay.run.gauge_samples import PoolUse
 from tensorferry.replay.run.schedule import Speed
 from tensorferry.replay.run.sender import Outcome, Replay
 from tensorferry.replay.trace.exact_numbers import NS
@@ -124,14 +124,6 @@ class Items(msgspec.Struct, frozen=True):
     nbytes: int
     by_transport: dict[str, Carried]
     fallbacks: Carried | None  #: inline though large enough for a pool; None where inline is the transport
-
-
-class PoolUse(msgspec.Struct, frozen=True):
-    """One pool, as its process last told; since that process started, so before an attached replay too."""
-
-    capacity_nbytes: int
-    peak_lent_nbytes: int
-    refused: int  #: times it was too full, so that a tensor went inline
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -269,17 +261,6 @@ def summarise(
         invented=preparation.invented,
         machine=setup.machine,
     )
-
-
-def pool_use(members: Iterable[Member]) -> dict[str, PoolUse]:
-    """The pools of a deployment, from the gauges in its processes' heartbeats."""
-    pools = {}
-    for member in members:
-        gauges = {gauge.name.removeprefix("pool_"): int(gauge.value) for gauge in member.gauges}
-        if all(name in gauges for name in PoolUse.__struct_fields__):
-            numbers = (gauges[name] for name in PoolUse.__struct_fields__)
-            pools[f"{member.stage}-{member.rank}"] = PoolUse(*numbers)
-    return pools
 
 
 def quantiles(values_ns: Iterable[int]) -> Quantiles | None:

@@ -43,6 +43,14 @@ class Sample(msgspec.Struct, frozen=True):
     gauges: dict[str, float]
 
 
+class PoolUse(msgspec.Struct, frozen=True):
+    """One pool, as its process last told; since that process started, so before an attached replay too."""
+
+    capacity_nbytes: int
+    peak_lent_nbytes: int
+    refused: int  #: times it was too full, so that a tensor went inline
+
+
 class Asked(Protocol):
     """A client that can ask a deployment how it is."""
 
@@ -78,6 +86,17 @@ class Sampler:
         if len(self._rounds) > self._most:
             self._rounds = self._rounds[::2]
             self._every_s *= 2
+
+
+def pool_use(members: Iterable[Member]) -> dict[str, PoolUse]:
+    """The pools of a deployment, from the gauges in its processes' heartbeats."""
+    pools = {}
+    for member in members:
+        gauges = {gauge.name.removeprefix("pool_"): int(gauge.value) for gauge in member.gauges}
+        if all(name in gauges for name in PoolUse.__struct_fields__):
+            numbers = (gauges[name] for name in PoolUse.__struct_fields__)
+            pools[f"{member.stage}-{member.rank}"] = PoolUse(*numbers)
+    return pools
 
 
 def _sample(member: Member, at_ms: float) -> Sample:

@@ -12,8 +12,7 @@ import structlog
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.messages import Member
-from tensorferry.replay.results.summary import PoolUse, pool_use
-from tensorferry.replay.run.gauge_samples import Sampler
+from tensorferry.replay.run.gauge_samples import PoolUse, Sampler, pool_use
 from tensorferry.replay.run.sender import Replay, Submitter, Watch
 
 log = structlog.get_logger()

@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from tensorferry.pipeline.client.prompt_parts import Image as Image
     from tensorferry.pipeline.client.prompt_parts import Part as Part
     from tensorferry.pipeline.client.prompt_parts import Video as Video
-    from tensorferry.pipeline.deployment.load import Deployment as Deployment
-    from tensorferry.pipeline.deployment.load import LimitsSpec as LimitsSpec
-    from tensorferry.pipeline.deployment.load import ModelSpec as ModelSpec
-    from tensorferry.pipeline.deployment.load import SchedulerSpec as SchedulerSpec
     from tensorferry.pipeline.deployment.load import load as load
+    from tensorferry.pipeline.deployment.spec import Deployment as Deployment
+    from tensorferry.pipeline.deployment.spec import LimitsSpec as LimitsSpec
+    from tensorferry.pipeline.deployment.spec import ModelSpec as ModelSpec
+    from tensorferry.pipeline.deployment.spec import SchedulerSpec as SchedulerSpec
     from tensorferry.stages.adapters.base import Finish as Finish
     from tensorferry.stages.adapters.base import ItemInfo as ItemInfo
     from tensorferry.stages.adapters.base import Load as Load
@@ -93,7 +93,8 @@ _NAMES = {
     "tensorferry.codecs.pool.reader": "Reader",
     "tensorferry.codecs.tensors": "DTYPES View",
     "tensorferry.pipeline.client.client": "Client Outcome",
-    "tensorferry.pipeline.deployment.load": "Deployment LimitsSpec ModelSpec SchedulerSpec load",
+    "tensorferry.pipeline.deployment.load": "load",
+    "tensorferry.pipeline.deployment.spec": "Deployment LimitsSpec ModelSpec SchedulerSpec",
     "tensorferry.pipeline.client.prompt_parts": "Embeddings Image Part Video",
     "tensorferry.pipeline.client.patience": "submit_patiently",
     "tensorferry.stages.adapters.base": "Finish ItemInfo Load ModelAdapter Out split",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.architecture import Vision, read_vision
 from tensorferry.stages.adapters.options import FingerprintOptions, PackedOptions, PatchVitOptions, TowerOptions
 from tensorferry.stages.patch_layout import Patches

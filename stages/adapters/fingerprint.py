@@ -11,7 +11,7 @@ from hashlib import blake2b
 import numpy as np
 
 from tensorferry.codecs.tensors import view_of
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out, split
 from tensorferry.stages.adapters.options import FingerprintOptions
 from tensorferry.stages.plugin import read_options

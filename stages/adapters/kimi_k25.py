@@ -17,7 +17,7 @@ from transformers.models.kimi_k25.modeling_kimi_k25 import get_vision_frame_inde
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from tensorferry.codecs.errors import BadItem
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.architecture import KimiVision
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out

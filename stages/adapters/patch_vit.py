@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tensorferry.codecs.errors import BadItem, BadTensor
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.grid_checks import check_grid
 from tensorferry.stages.adapters.options import PatchVitOptions

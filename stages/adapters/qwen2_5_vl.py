@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.architecture import Qwen25Vision
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out

@@ -14,7 +14,7 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.architecture import Qwen3Vision
 from tensorferry.stages.adapters.attention import Stretches, attend, stretches_of
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out

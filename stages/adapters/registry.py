@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tensorferry.pipeline.deployment.load import ModelSpec, Spec
+from tensorferry.pipeline.deployment.spec import ModelSpec, Spec
 from tensorferry.stages.adapters.architecture import KimiVision, Qwen3Vision, Qwen25Vision
 from tensorferry.stages.adapters.base import ModelAdapter, WarmsUp
 from tensorferry.stages.adapters.embedding_form import (

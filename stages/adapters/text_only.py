@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensorferry.codecs.errors import BadItem
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.options import TextOnlyOptions
 from tensorferry.stages.plugin import read_options

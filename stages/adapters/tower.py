@@ -15,7 +15,7 @@ import torch
 
 from tensorferry.codecs.errors import BadItem, BadTensor
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.architecture import Vision, read_vision
 from tensorferry.stages.adapters.attention import takes_unequal
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out

@@ -33,11 +33,12 @@ from tensorferry.codecs.errors import (
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.pool.publisher import Draft
-from tensorferry.pipeline.deployment.load import MIB, Deployment, device_of, encoder_pool_nbytes
+from tensorferry.pipeline.deployment.spec import MIB, Deployment, device_of, encoder_pool_nbytes
 from tensorferry.pipeline.peers.peer import REPORTS, Peer
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
-from tensorferry.pipeline.process.stage import Stage, opened
+from tensorferry.pipeline.process.stage import Stage
+from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.base import ModelAdapter

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from tensorferry.codecs.errors import FerryError
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import Spec
+from tensorferry.pipeline.deployment.spec import Spec
 from tensorferry.stages.engines.base import EngineRequest, EngineResult, Options
 from tensorferry.stages.plugin import read_options
 

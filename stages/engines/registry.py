@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorferry.pipeline.deployment.load import SchedulerSpec, Spec
+from tensorferry.pipeline.deployment.spec import SchedulerSpec, Spec
 from tensorferry.stages.checkpoint import read_config
 from tensorferry.stages.engines.base import Engine
 from tensorferry.stages.engines.discard import DiscardOptions

@@ -43,7 +43,7 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.completeness import check_complete
 from tensorferry.stages.processors.image_headers import tiff

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from tensorferry.codecs.tensors import DTYPES, View
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.plugin import read_options
 from tensorferry.stages.processors.base import BadMedia, Plan
 from tensorferry.stages.processors.image import header, upright

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tensorferry.pipeline.deployment.load import Spec
+from tensorferry.pipeline.deployment.spec import Spec
 from tensorferry.stages.patch_layout import Patches
 
 Extent = Annotated[int, Meta(ge=1, le=256)]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from tensorferry.codecs.tensors import DTYPES, View
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.plugin import read_options
 from tensorferry.stages.processors.base import BadMedia, Plan, Video
 from tensorferry.stages.processors.frame_sampling import RULES, padded, resized_together, sampled

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.patch_layout import Patches
 from tensorferry.stages.plugin import bad_config, blamed, check_reference, import_class, read_options
 from tensorferry.stages.processors.base import Processor

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from PIL import Image
 
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Video
 from tensorferry.stages.processors.image import contained, decoded, explained, header, opened, upright
 from tensorferry.stages.processors.image_headers import png

@@ -28,9 +28,10 @@ from tensorferry.codecs.errors import (
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.run_process import Stop
-from tensorferry.pipeline.process.stage import Stage, opened
+from tensorferry.pipeline.process.stage import Stage
+from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
 from tensorferry.stages.finished_requests import Tombstones

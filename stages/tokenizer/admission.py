@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from tensorferry.codecs.errors import FerryError
-from tensorferry.pipeline.deployment.load import MIB, LimitsSpec
+from tensorferry.pipeline.deployment.spec import MIB, LimitsSpec
 
 RETRY_MS = 200  #: hint to clients that were told `busy`, where nothing better is known
 BURST_S = 1.0  #: a client that was quiet may send at once what it may send in so long

@@ -13,7 +13,7 @@ from tensorferry.codecs.errors import BadItem, BadRequest, text_of
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.publisher import Layout
 from tensorferry.codecs.tensors import nbytes_of
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.adapters.embedding_form import Form
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Media, Plan, Processor, plan
 from tensorferry.stages.tokenizer.precomputed import Precomputed, read_precomputed

@@ -28,10 +28,11 @@ from tensorferry.codecs.errors import (
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.channels.channels import FrontDoor
-from tensorferry.pipeline.deployment.load import Deployment, tokenizer_pool_nbytes
+from tensorferry.pipeline.deployment.spec import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
-from tensorferry.pipeline.process.stage import FLUSH_S, Stage, opened
+from tensorferry.pipeline.process.stage import Stage
+from tensorferry.pipeline.process.start_stage import FLUSH_S, opened
 from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled

@@ -17,7 +17,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import OutputError, RequestError
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.pipeline.recording.request import MAX_TOKENS, Image, Request
 from tensorferry.pipeline.recording.trace_line import line_of
 from tensorferry.pipeline.recording.traffic import PRIVATE

@@ -18,7 +18,8 @@ from tensorferry import __version__
 from tensorferry.cli.config import load_deployment
 from tensorferry.cli.main import COMMANDS, friendly_errors, main
 from tensorferry.codecs.errors import ConfigError, DeploymentError, PeerBusy
-from tensorferry.pipeline.deployment.load import Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 SOUND = "name: a\ntransport: shm\nnodes: 1\n"

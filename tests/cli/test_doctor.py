@@ -28,7 +28,8 @@ from tensorferry.codecs.machine.advice import Check, checkup
 from tensorferry.codecs.machine.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
 from tensorferry.codecs.machine.transport import AVAILABLE, TRANSPORTS
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
 
 DEADLINE_S = 60.0
 WORKS = Trial(True)

@@ -18,7 +18,7 @@ from tensorferry.cli import replay, submit
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import prompt_parts as pieces
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 
 DATA = Path(__file__).parents[1] / "data" / "traces"
 LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"

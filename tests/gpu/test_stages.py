@@ -22,7 +22,8 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.client.prompt_parts import Embeddings
-from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import BadItem
 from tensorferry.codecs.tensors import View, view_of
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.packed_forward import Packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
+from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
 from tensorferry.pipeline.process.run_process import Stop, run_process
 from tensorferry.pipeline.process.supervisor import Supervisor
 

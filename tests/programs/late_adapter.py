@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.fingerprint import Fingerprint
 

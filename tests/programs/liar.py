@@ -13,7 +13,7 @@ import msgspec
 
 from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pool.publisher import Draft
-from tensorferry.pipeline.deployment.load import LimitsSpec, ModelSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec, ModelSpec
 from tensorferry.stages.adapters.fingerprint import Fingerprint
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 

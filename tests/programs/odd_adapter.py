@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.fingerprint import Fingerprint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensorferry.pipeline.deployment.load import SchedulerSpec
+from tensorferry.pipeline.deployment.spec import SchedulerSpec
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.engines.discard import Discard
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors.base import Plan
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor
 

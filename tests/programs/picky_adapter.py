@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tensorferry.codecs.errors import BadItem
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.fingerprint import Fingerprint
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tensorferry.codecs.errors import BadItem
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import LimitsSpec, ModelSpec, SchedulerSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec, ModelSpec, SchedulerSpec
 from tensorferry.stages.adapters.base import ItemInfo, Load, Out
 from tensorferry.stages.adapters.fingerprint import Fingerprint
 from tensorferry.stages.engines.base import EngineRequest, EngineResult

@@ -23,7 +23,7 @@ def note(what: object) -> None:
 
 
 def sweep() -> None:
-    from tensorferry.pipeline.deployment.load import Deployment  # seldom needed, and slow
+    from tensorferry.pipeline.deployment.spec import Deployment  # seldom needed, and slow
     from tensorferry.pipeline.process.runtime_dir import Runtime
 
     Runtime.of(Deployment(name="supervised", runtime_dir=str(Path(journal).with_name("run")))).sweep()

@@ -27,7 +27,8 @@ from tensorferry.codecs.frames import Limits, decode
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.channels import zmq_link
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import STAGES, Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import STAGES, Deployment
 from tensorferry.pipeline.peers.handshake import Peers
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.runtime_dir import Runtime

@@ -21,7 +21,8 @@ from tensorferry.codecs.errors import BadMessage, ConfigError, FerryError, Trace
 from tensorferry.codecs.frames import Limits, decode, encode, open_inline
 from tensorferry.codecs.messages import Inline
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec
 from tensorferry.replay.trace.loaded_trace import read_trace
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.registry import make_processor

@@ -25,7 +25,8 @@ from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.client.client import Client, Outcome
 from tensorferry.pipeline.client.prompt_parts import Embeddings
-from tensorferry.pipeline.deployment.load import Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.assignment import assign

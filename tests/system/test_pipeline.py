@@ -23,7 +23,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client.client import Client, Outcome, Part
-from tensorferry.pipeline.deployment.load import Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

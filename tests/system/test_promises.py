@@ -24,7 +24,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, load, port_offset
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, port_offset
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor
 

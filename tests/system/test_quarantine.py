@@ -22,7 +22,8 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client.client import Client, Outcome
-from tensorferry.pipeline.deployment.load import Deployment, load, port_offset
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, port_offset
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.assignment import assign
 

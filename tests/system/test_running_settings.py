@@ -15,8 +15,9 @@ from click.testing import CliRunner
 
 from tensorferry.cli import running
 from tensorferry.cli.main import main
-from tensorferry.pipeline.deployment.load import Deployment, load
-from tensorferry.pipeline.deployment.running_settings import Settings, differences, told
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.process.running_settings import Settings, differences, told
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 60.0

@@ -217,25 +217,6 @@ def span(offset: int, nbytes: int, chunk_nbytes: int) -> range:
     return range(offset // chunk_nbytes, (offset + max(1, nbytes) - 1) // chunk_nbytes + 1)
 
 
-def divided(nbytes: int, chunk_nbytes: int, granularity: int) -> tuple[int, int]:
-    """(positions, bytes of a chunk) for a budget: chunks of at most chunk_nbytes, and multiples of the granularity.
-
-    All chunks of a pool are equally large, so a budget that is no multiple of the wanted size gets smaller ones: those
-    that leave the least of it unused, down to half the wanted size, and the largest of equally good ones. The product
-    is never above nbytes; (0, 0) where not even one granule fits.
-    """
-    wanted = max(min(chunk_nbytes, nbytes) // granularity, 1) * granularity
-    if nbytes < granularity:
-        return 0, 0
-    fewest = -(-nbytes // wanted)
-    found = []
-    for positions in range(fewest, 2 * fewest + 1):
-        chunk = nbytes // positions // granularity * granularity
-        found.append((positions * chunk, -positions, chunk))
-    _, positions, chunk = max(found)
-    return -positions, chunk
-
-
 def _joined(ranges: Iterable[Range]) -> list[Range]:
     """The same bytes in as few ranges as will do, ascending."""
     joined: list[Range] = []

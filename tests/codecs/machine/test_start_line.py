@@ -20,13 +20,7 @@ from tensorferry.cli import transport as cli_transport
 from tensorferry.cli.config import load_deployment
 from tensorferry.codecs.machine.facts import CudaFacts, Facts, Gpu, HostFacts, Trial
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import (
-    Deployment,
-    EmbeddingsPoolSpec,
-    EncoderSpec,
-    PoolSpec,
-    TokenizerSpec,
-)
+from tensorferry.pipeline.deployment.spec import Deployment, EmbeddingsPoolSpec, EncoderSpec, PoolSpec, TokenizerSpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 
 DEADLINE_S = 60.0

@@ -25,7 +25,8 @@ from tensorferry.codecs.machine.transport import (
     obstacle,
     startup_fields,
 )
-from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec, SchedulerSpec, require_available
+from tensorferry.pipeline.deployment.load import require_available
+from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec, SchedulerSpec
 from tensorferry.stages.adapters.registry import BUILT_IN
 
 ALL = frozenset(TRANSPORTS)
@@ -529,7 +530,7 @@ def test_p4_the_start_of_a_gpu_deployment(settled) -> None:
 
 
 def test_p2_a_deployment_of_text_alone_logs_no_pool(settled) -> None:
-    from tensorferry.pipeline.deployment.load import ModelSpec, tokenizer_pool_nbytes
+    from tensorferry.pipeline.deployment.spec import ModelSpec, tokenizer_pool_nbytes
 
     deployment, (line,) = settled(ONE_H200, model=ModelSpec(adapter="text-only"))
     assert (deployment.transport, tokenizer_pool_nbytes(deployment)) == ("cpu", 0)

@@ -42,7 +42,7 @@ import pytest
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TimeoutsSpec
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec, TimeoutsSpec
 from tensorferry.pipeline.process.heartbeat import forget
 
 PROGRAMS = Path(__file__).parents[2] / "programs"

@@ -54,7 +54,8 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.client.client import Client, Outcome
-from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec
 from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.own_pool import FallbackWarning
 from tensorferry.pipeline.process.supervisor import Supervisor

@@ -37,7 +37,7 @@ from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
-from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
+from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder

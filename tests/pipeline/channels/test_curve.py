@@ -45,12 +45,12 @@ from tensorferry.pipeline.channels.curve_keys import (
 from tensorferry.pipeline.channels.zap_gate import Gate
 from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import (
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import (
     Deployment,
     NetworkSpec,
     SecuritySpec,
     TimeoutsSpec,
-    load,
     port_offset,
     ranks_of,
 )

@@ -19,7 +19,7 @@ from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import FrontDoor, open_context
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.client.prompt_parts import Video
-from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec, TimeoutsSpec, TokenizerSpec
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 20.0

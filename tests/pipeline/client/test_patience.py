@@ -13,7 +13,7 @@ from tensorferry import BadRequest, Busy, Client, Failed, Failure, Result, submi
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import FrontDoor, open_context
-from tensorferry.pipeline.deployment.load import Deployment, TimeoutsSpec
+from tensorferry.pipeline.deployment.spec import Deployment, TimeoutsSpec
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
 DEADLINE_S = 20.0

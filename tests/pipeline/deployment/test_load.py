@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.deployment import yaml_file
 from tensorferry.pipeline.deployment.document import Document
-from tensorferry.pipeline.deployment.load import (
+from tensorferry.pipeline.deployment.load import load, require_available, resolved
+from tensorferry.pipeline.deployment.spec import (
     MIB,
     Deployment,
     Spec,
     device_of,
     encoder_pool_nbytes,
-    load,
     mail_of,
-    require_available,
-    resolved,
     tokenizer_pool_nbytes,
 )
 

@@ -14,8 +14,9 @@ from tensorferry.cli import transport as cli_transport
 from tensorferry.cli.main import main
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.machine.facts import CudaFacts, Facts
-from tensorferry.pipeline.deployment.load import Deployment, load, resolved
+from tensorferry.pipeline.deployment.load import load, resolved
 from tensorferry.pipeline.deployment.sglang_settings import ALIASES, Deprecation
+from tensorferry.pipeline.deployment.spec import Deployment
 
 IPC = "SGLANG_USE_CUDA_IPC_TRANSPORT"
 CACHE = "SGLANG_MM_FEATURE_CACHE_MB"

@@ -23,7 +23,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process import name_claim
 from tensorferry.pipeline.process.runtime_dir import Runtime
 

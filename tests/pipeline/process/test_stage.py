@@ -15,10 +15,10 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import AttachRefused
 from tensorferry.codecs.pool.attached_pool import Imported
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.pipeline.deployment.load import Deployment, PoolSpec
+from tensorferry.pipeline.deployment.spec import Deployment, PoolSpec
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.runtime_dir import Runtime
-from tensorferry.pipeline.process.stage import opened
+from tensorferry.pipeline.process.start_stage import opened
 
 SHARE = PoolShare(1 << 20, 8, 0, "pool.budget_mb")
 

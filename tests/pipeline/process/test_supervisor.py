@@ -23,7 +23,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec, RestartsSpec, TimeoutsSpec
+from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec, RestartsSpec, TimeoutsSpec
 from tensorferry.pipeline.process import supervisor as module
 from tensorferry.pipeline.process.run_process import TETHER_VARIABLE
 from tensorferry.pipeline.process.runtime_dir import Runtime

@@ -26,12 +26,14 @@ from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import Deployment, TelemetrySpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, TelemetrySpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry import span_exporter as spans
 from tensorferry.pipeline.telemetry import traceparent
 from tensorferry.pipeline.telemetry.counters import Counters
-from tensorferry.pipeline.telemetry.span_exporter import CLOSE_S, MOST_WAITING, Exporter, Span, require_installed
+from tensorferry.pipeline.telemetry.span import Span
+from tensorferry.pipeline.telemetry.span_exporter import CLOSE_S, MOST_WAITING, Exporter, require_installed
 from tensorferry.stages.request_spans import Ended, new_context
 from tensorferry.stages.scheduler.splice import splice
 

@@ -13,7 +13,7 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pool.attached_pool import Imported
 from tensorferry.codecs.pool.ledger import Grant, Ledger, Words
-from tensorferry.codecs.pool.pool import Pool
+from tensorferry.codecs.pool.lending import Lending
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.system.pidfd import is_dead
 from tensorferry.codecs.tensors import View
@@ -40,10 +40,10 @@ def _open_and_forget_when_it_fails(self: Reader, payload: Payload, frames: Seque
     block.__exit__(None, None, None)
 
 
-def _strike_the_slow(self: Pool) -> list[int]:
-    slow = [column for column in self._consumers if self._ledger.outstanding(column)]
+def _strike_the_slow(self: Lending) -> list[int]:
+    slow = [column for column in self.consumers if self.ledger.outstanding(column)]
     for column in slow:
-        self._strike(column)
+        self.strike(column)
     return slow
 
 
@@ -81,8 +81,8 @@ FAULTS: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
     "gives up what a dead producer had finished": (Imported, "is_ready", _believe_the_living_only),
     "keeps a descriptor": (Reader, "attach", _attach_and_keep_a_descriptor),
     "keeps what it has detached": (Reader, "detach", lambda self, pool: _kept.append(self._pools.pop(pool, None))),
-    "strikes whoever is slow": (Pool, "_strike_dead", _strike_the_slow),
-    "never strikes": (Pool, "_strike", lambda self, column: None),
+    "strikes whoever is slow": (Lending, "strike_dead", _strike_the_slow),
+    "never strikes": (Lending, "strike", lambda self, column: None),
     "ends a lease at its first acknowledgement": (Ledger, "reclaim", _reclaim_at_the_first),
     "lends before the writer is done": (Ledger, "reclaim", _reclaim_unready),
 }

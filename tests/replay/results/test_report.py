@@ -15,7 +15,8 @@ from tensorferry.codecs.errors import OutputError
 from tensorferry.codecs.messages import Gauge, ItemReport, Mark, Member
 from tensorferry.pipeline.recording.request import Drop, Request
 from tensorferry.replay.results.report import print_report, results, write_report
-from tensorferry.replay.results.summary import PoolUse, Setup, Summary, drops_of, pool_use, quantiles, summarise
+from tensorferry.replay.results.summary import Setup, Summary, drops_of, quantiles, summarise
+from tensorferry.replay.run.gauge_samples import PoolUse, pool_use
 from tensorferry.replay.run.progress import preparing, replaying
 from tensorferry.replay.run.schedule import Speed
 from tensorferry.replay.run.sender import Outcome, Replay, Snapshot

@@ -25,7 +25,7 @@ from tensorferry.codecs.messages import (
     Result,
 )
 from tensorferry.pipeline.recording.request import Request
-from tensorferry.replay.results.summary import PoolUse
+from tensorferry.replay.run.gauge_samples import PoolUse
 from tensorferry.replay.run.schedule import Ceiling, MonotonicClock, Speed, pace
 from tensorferry.replay.run.sender import Answer, Replay, Reply, Snapshot
 from tensorferry.replay.run.session import Session

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from tensorferry.codecs.errors import BadItem, BadTensor, ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of, view_of
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters import patch_vit, registry
 from tensorferry.stages.adapters.base import ItemInfo, split
 from tensorferry.stages.adapters.fingerprint import fingerprint_of

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from tensorferry.codecs.errors import BadItem, ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of, view_of
-from tensorferry.pipeline.deployment.load import ModelSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters import registry
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.processors.registry import make_processor

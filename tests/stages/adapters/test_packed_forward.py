@@ -16,7 +16,7 @@ from torch._inductor import async_compile
 from torch.nn import functional
 
 from tensorferry.codecs.errors import ConfigError
-from tensorferry.pipeline.deployment.load import ModelSpec
+from tensorferry.pipeline.deployment.spec import ModelSpec
 from tensorferry.stages.adapters import registry, rotary, tower
 from tensorferry.stages.adapters.attention import attend, stretches_of
 from tensorferry.stages.adapters.base import WarmsUp

@@ -17,7 +17,8 @@ from PIL import Image
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client.client import Client, Outcome
-from tensorferry.pipeline.deployment.load import Deployment, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.assignment import affine

@@ -22,7 +22,7 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, view_of
-from tensorferry.pipeline.deployment.load import Deployment, EncoderSpec
+from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out, split
 from tensorferry.stages.encoder.encoder import Encoder

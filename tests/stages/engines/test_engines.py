@@ -15,7 +15,7 @@ import pytest
 
 from tensorferry.codecs.errors import BadRequest, ConfigError
 from tensorferry.codecs.tensors import View, view_of
-from tensorferry.pipeline.deployment.load import SchedulerSpec
+from tensorferry.pipeline.deployment.spec import SchedulerSpec
 from tensorferry.stages.engines import registry
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.engines.discard import CorruptEmbeddings, Discard, DiscardStatistics

@@ -23,7 +23,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, ConfigError
 from tensorferry.codecs.tensors import View, view_of
 from tensorferry.pipeline.client.client import Client, Part
-from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages import plugin
 from tensorferry.stages.adapters.base import ItemInfo

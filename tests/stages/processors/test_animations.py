@@ -19,7 +19,7 @@ from tensorferry.codecs.errors import BadRequest
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.client import prompt_parts
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors import image as images
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia, Clip, Plan, plan, write
 from tensorferry.stages.processors.image_headers.animations import MOST_PICTURES, Animation, read_animation

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors.base import AnimatedFile, BadMedia
 from tensorferry.stages.processors.image import header, upright_rgb
 from tensorferry.stages.processors.image_headers.exif import read_directory

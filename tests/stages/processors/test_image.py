@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors import image as image_module
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import ImageHeader, header, upright_rgb

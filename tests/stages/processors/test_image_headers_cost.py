@@ -17,7 +17,8 @@ from PIL import Image
 
 from tensorferry import Client
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline.deployment.load import LimitsSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import header

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors import image as image_module
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image import header, upright, upright_rgb

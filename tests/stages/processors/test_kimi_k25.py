@@ -16,7 +16,7 @@ from PIL import Image
 
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors import gpu_patches
 from tensorferry.stages.processors.base import BadMedia, Clip, Plan, plan, write
 from tensorferry.stages.processors.image import upright

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.tensors import View, nbytes_of
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors.base import BadMedia, Plan, Processor
 from tensorferry.stages.processors.normalise import CLIP_MEAN, CLIP_STD, bfloat16_bits
 from tensorferry.stages.processors.qwen2_vl import Qwen2VLProcessor

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.load import LimitsSpec
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.stages.processors.base import Clip, plan, write
 from tensorferry.stages.processors.image import upright
 from tensorferry.stages.processors.normalise import NORMALISATIONS

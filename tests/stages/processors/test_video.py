@@ -20,7 +20,8 @@ from tensorferry.codecs.errors import BadItem, BadRequest
 from tensorferry.codecs.tensors import View, nbytes_of
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.client.prompt_parts import Video
-from tensorferry.pipeline.deployment.load import LimitsSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import LimitsSpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.fingerprint import fingerprint_of
 from tensorferry.stages.processors import gpu_patches

@@ -18,7 +18,7 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View, view_of
-from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec
+from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.scheduler.scheduler import Scheduler

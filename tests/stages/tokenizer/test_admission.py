@@ -17,7 +17,8 @@ from PIL import Image
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.deployment.load import MIB, LimitsSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import MIB, LimitsSpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.pipeline.telemetry.timeline import reached
 from tensorferry.stages.tokenizer.admission import Load, Overload, Rate

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tensorferry.codecs.errors import BadItem, PeerBusy, PeerGone
-from tensorferry.pipeline.deployment.load import Deployment, SchedulerSpec
+from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.tokenizer import dispatch as module
 from tensorferry.stages.tokenizer.dispatch import Dispatch

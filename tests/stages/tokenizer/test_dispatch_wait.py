@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tensorferry.pipeline.deployment.load import Deployment, PoolSpec
+from tensorferry.pipeline.deployment.spec import Deployment, PoolSpec
 from tensorferry.stages.tokenizer.dispatch import Dispatch
 
 

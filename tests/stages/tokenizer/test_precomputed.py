@@ -23,7 +23,8 @@ from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES, View, view_of
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.client.prompt_parts import Embeddings, Part, on_wire
-from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, ModelSpec, load
+from tensorferry.pipeline.deployment.load import load
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec, ModelSpec
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.adapters.base import ItemInfo
 from tensorferry.stages.adapters.embedding_form import Form

@@ -26,7 +26,7 @@ from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline.deployment.load import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec, TelemetrySpec, TokenizerSpec
 from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.replay.trace.loaded_trace import read_trace

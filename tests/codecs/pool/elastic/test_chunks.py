@@ -11,42 +11,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tensorferry.codecs.pool.elastic.chunks import LAST_SERIAL, Chunks, Range, divided, span
+from tensorferry.codecs.pool.elastic.chunks import LAST_SERIAL, Chunks, Range, span
 
 POSITIONS = 5
 CHUNK = 4
-
-
-# --- how a budget is cut -------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 400), st.integers(1, 100), st.integers(1, 9))
-def test_p5_chunks_never_exceed_the_budget(nbytes: int, wanted: int, granularity: int) -> None:
-    positions, chunk = divided(nbytes, wanted, granularity)
-    assert positions * chunk <= nbytes
-    assert chunk % granularity == 0
-    assert (positions == 0) == (nbytes < granularity)
-    if positions:
-        assert chunk <= max(wanted, granularity)
-        assert nbytes - positions * chunk < positions * granularity, "a granule for each chunk is left over"
-
-
-@pytest.mark.parametrize(
-    ("budget", "wanted", "cut"),
-    [
-        (1024, 64, (16, 64)),
-        (341, 64, (10, 34)),  # a third of 1024: odd, so 340
-        (512, 64, (8, 64)),
-        (64, 64, (1, 64)),
-        (30, 64, (1, 30)),
-        (96, 64, (2, 48)),
-        (2, 64, (1, 2)),
-        (1, 64, (0, 0)),
-        (100, 1, (50, 2)),
-    ],
-)
-def test_budgets_in_mib(budget: int, wanted: int, cut: tuple[int, int]) -> None:
-    assert divided(budget, wanted, 2) == cut
 
 
 def test_what_a_range_touches() -> None:

@@ -34,7 +34,7 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.pools.broker import Broker, attach
 from tensorferry.pipeline.process.stage import Stage
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from tensorferry.pipeline.deployment.load import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Runtime
 
 log = structlog.get_logger()
