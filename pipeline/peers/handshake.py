@@ -109,14 +109,14 @@ class Peers:
     def members(self) -> tuple[wire.Member, ...]:
         """Everybody downstream, by stage and rank."""
         return tuple(
-            wire.Member(peer.stage, peer.rank, peer.epoch, peer.state, peer.gauges)
+            wire.Member(peer.stage, peer.rank, peer.epoch, peer.state, peer.life.gauges)
             for peer in sorted(self, key=lambda peer: (peer.stage, peer.rank))
             if peer.downstream
         )
 
     @property
     def all_ready(self) -> bool:
-        return all(peer.ready for peer in self if peer.downstream)
+        return all(peer.life.ready for peer in self if peer.downstream)
 
     async def wait_ready(self) -> None:
         """Until everybody downstream has said Ready."""
@@ -152,31 +152,29 @@ class Peers:
         """We take work from now on: say Ready to whoever waits for it."""
         self._open = True
         for peer in self:
-            if peer.wants:
+            if peer.life.wants:
                 self._say_ready(peer)
 
     def attached(self, origin: wire.Origin, refusal: str) -> None:
         """A peer's pool is mapped here, or `refusal` says why it cannot be read."""
-        peer = self._peers.get((origin.stage, origin.rank))
-        if peer is None or peer.epoch != origin.epoch:
+        peer = self._known(origin)
+        if peer is None:
             return
         if refusal:
             log.warning("pool_refused", peer=str(peer), reason=refusal)
-        peer.refusal = refusal
+        peer.life.refusal = refusal
         self._say_ready(peer)
 
     def admitted(self, origin: wire.Origin, column: int) -> None:
         """A peer has mapped our pool; its acknowledgements are in `column`."""
-        peer = self._peers.get((origin.stage, origin.rank))
-        if peer is not None and peer.epoch == origin.epoch:
-            peer.column = column
+        if (peer := self._known(origin)) is not None:
+            peer.life.column = column
 
     def died(self, origin: wire.Origin) -> None:
         """A peer's process is proven dead; its column is gone with it."""
-        peer = self._peers.get((origin.stage, origin.rank))
-        if peer is not None and peer.epoch == origin.epoch:
-            peer.ready, peer.column, peer.dead = False, None, True
-            if peer.leaving:
+        if (peer := self._known(origin)) is not None:
+            peer.life.ready, peer.life.column, peer.life.dead = False, None, True
+            if peer.life.leaving:
                 log.info("peer_left", peer=str(peer))
             else:
                 log.warning("peer_died", peer=str(peer))
@@ -189,21 +187,20 @@ class Peers:
         if peer is None or not peer.epoch:
             return
         peer.connection += 1
-        peer.broken = True
-        if peer.lost:
+        peer.life.broken = True
+        if peer.life.lost:
             self._touch()
             return
-        peer.lost = LOST_BEATS
-        (log.info if peer.leaving else log.warning)("peer_lost", peer=name)
+        peer.life.lost = LOST_BEATS
+        (log.info if peer.life.leaving else log.warning)("peer_lost", peer=name)
         if peer.downstream:
             self._greet(peer)  # whoever answers
         self._touch()
 
     def quarantined(self, origin: wire.Origin) -> None:
         """A peer has acknowledged what it was never lent: it gets nothing more in this life."""
-        peer = self._peers.get((origin.stage, origin.rank))
-        if peer is not None and peer.epoch == origin.epoch:
-            peer.distrusted = True
+        if (peer := self._known(origin)) is not None:
+            peer.life.distrusted = True
             self._touch()
 
     def beat(self, in_flight: int, gauges: tuple[wire.Gauge, ...]) -> None:
@@ -228,13 +225,13 @@ class Peers:
 
     def tell(self, message: wire.Drain | wire.Drained) -> None:
         for peer in self:
-            if peer.epoch and not peer.left:
+            if peer.epoch and not peer.life.left:
                 self.send(peer, message)
 
     async def leave(self, deadline_s: float) -> None:
         """Say Drained, and wait until all that was said is with the others, but not for whoever has left before us."""
         self.tell(wire.Drained(self.origin))
-        there = [peer for peer in self if peer.epoch and not peer.left]
+        there = [peer for peer in self if peer.epoch and not peer.life.left]
         for peer in self:
             if peer not in there:
                 peer.outbox.close()
@@ -251,18 +248,18 @@ class Peers:
 
     def report(self, peer: Peer, message: wire.Message) -> None:
         """`send` what a peer waits for, and again should the connection break: it may be lost with that."""
-        peer.reports.append(message)
+        peer.life.reports.append(message)
         self.send(peer, message)
 
     def _mended(self, peer: Peer) -> None:
         """A peer is heard. If its connection broke it gets anew what may be lost; hearing it twice does no harm."""
-        if not peer.broken:
+        if not peer.life.broken:
             return
-        peer.broken = False
+        peer.life.broken = False
         log.info("connection_mended", peer=str(peer))
         if not peer.downstream and self._open:
             self._say_ready(peer)
-        for report in list(peer.reports):
+        for report in list(peer.life.reports):
             self.send(peer, report)
         self._on_mended(peer)
 
@@ -282,27 +279,27 @@ class Peers:
                 known = self._announced(message)
             case wire.Ready(origin=origin, to=to):
                 peer = self._known(origin) if to == self.origin.epoch else None
-                if peer is not None and message.refusal and peer.ready and peer.column is not None:
+                if peer is not None and message.refusal and peer.life.ready and peer.column is not None:
                     peer = None  # it reads our pool, and has said so
                 if peer is not None:
-                    peer.ready = True
+                    peer.life.ready = True
                     if message.refusal:
-                        peer.column = None
+                        peer.life.column = None
                         log.warning("pool_refused_by_peer", peer=str(peer), reason=message.refusal)
                     self._heard(peer)
                 known = peer is not None
             case wire.Heartbeat(origin=origin):
                 peer = self._known(origin)
                 if peer is not None:
-                    peer.gauges = message.gauges
-                    peer.silent_s, peer.lost = 0.0, max(0, peer.lost - 1)
+                    peer.life.gauges = message.gauges
+                    peer.life.silent_s, peer.life.lost = 0.0, max(0, peer.life.lost - 1)
                     self._mended(peer)
                 known = peer is not None
             case wire.Drain(origin=origin) | wire.Drained(origin=origin):
                 peer = self._known(origin)
                 if peer is not None:
-                    peer.leaving = True
-                    peer.drained |= isinstance(message, wire.Drained)
+                    peer.life.leaving = True
+                    peer.life.drained |= isinstance(message, wire.Drained)
                     self._heard(peer)
                 known = peer is not None
             case _:
@@ -346,8 +343,8 @@ class Peers:
         self.send(peer, wire.Welcome(wire.PROTOCOL_VERSION, self.origin, origin.epoch, self._capabilities, refusal))
         if refusal:
             return True
-        if not peer.ready:
-            peer.ready = True
+        if not peer.life.ready:
+            peer.life.ready = True
             self._heard(peer)
         if "pool" not in hello.capabilities:
             self._say_ready(peer)
@@ -376,22 +373,22 @@ class Peers:
         """Take the announcement of a pool, of which each life has one; False: it is nobody's."""
         origin, pool = message.origin, message.description.pool
         peer = self._known(origin)
-        if peer is None or peer.downstream or peer.pool not in (None, pool):
+        if peer is None or peer.downstream or peer.life.pool not in (None, pool):
             return False
         if self._broker is not None and message.broker != self._broker(origin.stage, origin.rank):
             log.warning("pool_refused", peer=str(peer), reason=f"{message.broker} is not where it hands pools out")
             return False
-        peer.pool = pool
+        peer.life.pool = pool
         self._attach(message)
         return True
 
     def _say_ready(self, peer: Peer) -> None:
-        peer.wants = not self._open
+        peer.life.wants = not self._open
         if self._open:
-            self.send(peer, wire.Ready(self.origin, peer.epoch, peer.refusal))
+            self.send(peer, wire.Ready(self.origin, peer.epoch, peer.life.refusal))
 
     def _heard(self, peer: Peer) -> None:
-        peer.silent_s = 0.0
+        peer.life.silent_s = 0.0
         self._touch()
 
     def _touch(self) -> None:

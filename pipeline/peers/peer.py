@@ -12,45 +12,25 @@ from tensorferry.pipeline.channels.channels import Outbox
 REPORTS = 1024
 
 
-@dataclass(slots=True, eq=False)
-class Peer:
-    """See the module. `str()` of it is its name."""
+@dataclass(slots=True)
+class PeerLife:
+    """What is known of one life of a peer, from its start to its end. The next life begins with a new object."""
 
-    stage: str
-    rank: int
-    outbox: Outbox
-    downstream: bool  #: it takes our work, and we wait for it to be ready
-    quarantine_s: float  #: silent for this long it gets no new work
     epoch: int = 0  #: 0: not heard yet
     column: int | None = None  #: its column in our pool, None: it cannot read it
     pool: int | None = None  #: that it has announced
+    refusal: str = ""  #: why its pool cannot be read here
     ready: bool = False
+    wants: bool = False  #: it waits for our Ready
     leaving: bool = False
     drained: bool = False  #: that was its last word
     dead: bool = False  #: its process is proven to be
+    broken: bool = False  #: its connection broke, and it was not heard since
     lost: int = 0  #: the connection broke, and so many heartbeats must come before we believe that it lives
-    connection: int = 0  #: how often it broke: what was sent before the last time may never have come
-    broken: bool = False  #: it broke, and the peer was not heard since
-    reports: deque[wire.Message] = field(default_factory=lambda: deque(maxlen=REPORTS))  #: the last, of this life
-    wants: bool = False  #: it waits for our Ready
-    refusal: str = ""  #: why its pool cannot be read here
     distrusted: bool = False  #: it has acknowledged what it was never lent
     silent_s: float = 0.0  #: since it was heard, as far as we listened
-    gauges: tuple[wire.Gauge, ...] = field(default=())
-
-    def __str__(self) -> str:
-        return f"{self.stage}-{self.rank}"
-
-    @property
-    def state(self) -> str:
-        """waiting, ready, quarantined, leaving or gone."""
-        if self.leaving:
-            return "leaving"
-        if self.gone:
-            return "gone"
-        if not self.ready:
-            return "waiting"
-        return "quarantined" if self.distrusted or self.silent_s >= self.quarantine_s else "ready"
+    gauges: tuple[wire.Gauge, ...] = ()
+    reports: deque[wire.Message] = field(default_factory=lambda: deque(maxlen=REPORTS))  #: the last that it was sent
 
     @property
     def gone(self) -> bool:
@@ -62,33 +42,76 @@ class Peer:
         """Whether it needs nothing any more: its process is proven to have ended, or has said its last word."""
         return self.dead or self.drained
 
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A rank of a stage, whichever process has it now. `str()` of it is its name."""
+
+    stage: str
+    rank: int
+    outbox: Outbox
+    downstream: bool  #: it takes our work, and we wait for it to be ready
+    quarantine_s: float  #: silent for this long it gets no new work
+    connection: int = 0  #: how often it broke: what was sent before the last time may never have come
+    life: PeerLife = field(default_factory=PeerLife)  #: the present one, or the last
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.rank}"
+
+    @property
+    def epoch(self) -> int:
+        """Of the life that is known; 0: none."""
+        return self.life.epoch
+
+    @property
+    def column(self) -> int | None:
+        """Its column in our pool, None: it cannot read it."""
+        return self.life.column
+
+    @property
+    def gone(self) -> bool:
+        """See `PeerLife.gone`."""
+        return self.life.gone
+
+    @property
+    def state(self) -> str:
+        """waiting, ready, quarantined, leaving or gone."""
+        if self.life.leaving:
+            return "leaving"
+        if self.life.gone:
+            return "gone"
+        if not self.life.ready:
+            return "waiting"
+        return "quarantined" if self.life.distrusted or self.is_silent else "ready"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it was not heard for so long that it gets no new work."""
+        return self.life.silent_s >= self.quarantine_s
+
     @property
     def quarantine(self) -> str:
         """Of one that is quarantined: why, in words."""
-        if self.distrusted:
+        if self.life.distrusted:
             return "is quarantined: it acknowledged what it was never lent"
-        return f"is quarantined: not heard for {self.silent_s:.1f} s"
+        return f"is quarantined: not heard for {self.life.silent_s:.1f} s"
 
     @property
     def over(self) -> bool:
         """Whether the life we know has ended, or may have: only then another may take its place."""
-        return not self.epoch or self.leaving or self.gone or self.silent_s >= self.quarantine_s
+        return not self.life.epoch or self.life.leaving or self.life.gone or self.is_silent
 
     def meet(self, epoch: int) -> bool:
         """This is its life now; False: it is not, the one we know goes on.
 
-        A former life's column is not its own: what is booked there, nobody would owe.
+        A new life begins with nothing of the one before: what is booked in a former life's column, nobody would owe.
         """
-        if self.epoch == epoch:
-            self.lost = 0  # it answers
+        if self.life.epoch == epoch:
+            self.life.lost = 0  # it answers
             return True
         if not self.over:
             return False
-        self.epoch, self.column, self.pool, self.refusal = epoch, None, None, ""
-        self.ready = self.leaving = self.drained = self.dead = self.wants = self.distrusted = False
-        self.silent_s, self.lost, self.broken = 0.0, 0, False
-        self.gauges = ()
-        self.reports.clear()
+        self.life = PeerLife(epoch)
         return True
 
     def was_silent(self, for_s: float) -> None:
@@ -97,4 +120,4 @@ class Peer:
         Of a long time since the last look (we were stopped, or our loop was blocked) half a quarantine is counted: mail
         has come meanwhile that we have not read yet. So nobody is quarantined at once, and the silent are in the end.
         """
-        self.silent_s += min(for_s, self.quarantine_s / 2)
+        self.life.silent_s += min(for_s, self.quarantine_s / 2)

@@ -20,7 +20,7 @@ async def beat(stage: Stage) -> None:
     """Say that this process lives, and see that whoever is started later can find it."""
     well = True
     while True:
-        stage.peers.beat(stage.in_flight(), stage.gauges())
+        stage.peers.beat(stage.work.in_flight(), stage.gauges())
         try:
             _mend(stage)
             well = True

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import structlog
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
-from tensorferry.codecs.frames import Limits
+from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.codecs.machine.transport import GPU_TRANSPORTS
 from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.pool.pool import Pool, new_nonce
@@ -23,7 +23,7 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, open_context
 from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
 from tensorferry.pipeline.channels.zap_gate import Gate
-from tensorferry.pipeline.channels.zmq_link import Denial
+from tensorferry.pipeline.channels.zmq_link import Denial, Received
 from tensorferry.pipeline.deployment.spec import Deployment, device_of, port_offset, ranks_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.peers.peer import Peer
@@ -32,6 +32,7 @@ from tensorferry.pipeline.pools.broker import Broker, recycle
 from tensorferry.pipeline.pools.lease_mail import Post
 from tensorferry.pipeline.process.running_settings import Settings
 from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.work import NoWork, Work
 from tensorferry.pipeline.telemetry import counters
 
 log = structlog.get_logger()
@@ -39,6 +40,8 @@ log = structlog.get_logger()
 #: Counters that heartbeats tell too, for whoever watches a deployment without Prometheus.
 TOLD = ("requests_ok", "requests_failed", "requests_busy")
 LINGER_S = 0.2  #: for a peer to take our last messages, where a process is cancelled
+#: Messages of a request, each for one life of its receiver.
+OF_REQUESTS = wire.Encode | wire.Admit | wire.Embeddings | wire.Cancel | wire.Collected | wire.Done | wire.Failed
 
 
 class Stage:
@@ -57,10 +60,7 @@ class Stage:
         self.counters = counters.Counters(stage=stage, rank=str(rank))
         self._began_s = time.monotonic()
         self.refusals = counters.Ration()  #: of log lines about them
-        self.in_flight: Callable[[], int] = lambda: 0  #: set by the stage, for heartbeats
-        self.numbers: Callable[[], Mapping[str, float]] = dict  #: its own gauges, the same
-        self.busy_since: Callable[[], float | None] = lambda: None  #: monotonic; None: it has nothing to do
-        self.on_mended: Callable[[Peer], None] = lambda peer: None  #: see `mended`; set by the stage
+        self.work: Work = NoWork()  #: see `serve`
         self.locks = undo.enter_context(ExitStack())
         self.locks.enter_context(self.runtime.own(stage, rank))
         self.settings = Settings(deployment, self.runtime, stage, rank)
@@ -119,7 +119,7 @@ class Stage:
         """Its pool is there; None: it has none, and what it publishes goes inline."""
         self.publisher, self.post = publisher, Post(pool, self.reader, self.peers)
 
-    async def serve(self, pool: Pool, undo: AsyncExitStack) -> Coroutine[Any, Any, None]:
+    async def hand_out(self, pool: Pool, undo: AsyncExitStack) -> Coroutine[Any, Any, None]:
         """Hand the pool out to whoever reads it, and announce it; returns what has to run meanwhile."""
         stage, rank = self.origin.stage, self.origin.rank
         serving = Broker(
@@ -149,6 +149,26 @@ class Stage:
     @property
     def epoch(self) -> int:
         return self.origin.epoch
+
+    async def serve(self, work: Work) -> None:
+        """Take what peers send, for ever. Messages of requests are for `work`, which is also asked how it is."""
+        self.work = work
+        await self.receive(self.inbox, lambda received: self.take(received.message, received.frames))
+
+    async def receive(self, channel: AsyncIterable[Received], take: Callable[[Received], None]) -> None:
+        """Take what comes through a channel, for ever. A bug that one message brings out ends with that message."""
+        async for received in channel:
+            with self.alone():
+                take(received)
+            del received  # else its frames stay in use while the next is waited for
+
+    def take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
+        """Take a message of a peer, or count why not. What was sent to a former life of this process is dropped."""
+        if isinstance(message, OF_REQUESTS) and message.to != self.epoch:
+            self.counters.count("mail_of_a_former_life")
+        elif not self.work.take(message, frames) and not self.hear(message):
+            article = "an" if self.origin.stage == "encoder" else "a"
+            self.refused(BadMessage(f"{article} {self.origin.stage} takes no {type(message).__name__}"))
 
     def hear(self, message: wire.Message) -> bool:
         """Take a message that is of no request; False: this process takes no such."""
@@ -193,7 +213,7 @@ class Stage:
     def mended(self, peer: Peer) -> None:
         """A peer lives, and its connection broke: what it was sent last may never have come."""
         self.post.withdraw(peer)
-        self.on_mended(peer)
+        self.work.connection_mended(peer)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -220,16 +240,16 @@ class Stage:
     def gauges(self) -> tuple[wire.Gauge, ...]:
         """What this process says of itself in its heartbeats."""
         numbers: dict[str, float] = {f"drafts_{how}": count for how, count in self.publisher.drafts.items()}
-        since = self.busy_since()
+        since = self.work.busy_since()
         numbers["busy_s"] = 0.0 if since is None else time.monotonic() - since
-        numbers["in_flight"] = self.in_flight()
+        numbers["in_flight"] = self.work.in_flight()
         numbers["uptime_s"] = time.monotonic() - self._began_s
         numbers["proxies_stale"] = self.reader.stale
         numbers["peers_quarantined"] = sum(peer.state == "quarantined" for peer in self.peers)
         if self.publisher.pool is not None:
             statistics = self.publisher.pool.statistics()
             numbers |= {f"pool_{name}": getattr(statistics, name) for name in statistics.__struct_fields__}
-        numbers |= self.numbers()
+        numbers |= self.work.gauges()
         for name, value in numbers.items():
             self.counters.gauge(name, value)
         numbers |= {name: self.counters.value(name) for name in TOLD}

@@ -39,9 +39,9 @@ async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare
         await undo.enter_async_context(self.tasks)
         loops = [beat(self), forget(self)]
         if mail_of(deployment) is not None:
-            loops.append(self.post.carry(lambda: self.in_flight() > 0))
+            loops.append(self.post.carry(lambda: self.work.in_flight() > 0))
         if self.publisher.pool is not None:
-            loops.append(await self.serve(self.publisher.pool, undo))
+            loops.append(await self.hand_out(self.publisher.pool, undo))
         with self.running(*loops):
             self.peers.greet(inboxes(deployment, self.runtime, *DOWNSTREAM[stage]))
             log.info("started", epoch=self.epoch)

@@ -26,8 +26,6 @@ from tensorferry.codecs.errors import (
     FerryError,
     PeerBusy,
     PeerGone,
-    StaleLease,
-    item_of,
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
@@ -48,6 +46,7 @@ from tensorferry.stages.encoder.batch_call import Call, Made
 from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
+from tensorferry.stages.failures import failure_of
 from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.gpu_wait import stage
 from tensorferry.stages.loop_watch import Watch
@@ -75,7 +74,7 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
                 spans = Exporter(deployment, "encoder", rank, stage.counters)
                 stage.channels.callback(spans.close)
             encoder = Encoder(stage, adapter, thread, waiter, spans)
-            with stage.running(encoder.hear(), encoder.encode()):
+            with stage.running(stage.serve(encoder), encoder.encode()):
                 await stage.peers.wait_ready()
                 stage.peers.open()
                 stop.announce_ready()
@@ -104,32 +103,43 @@ class Encoder:
         self._most_jobs = most_requests(stage.deployment)
         self._over = Tombstones(stage.deployment.limits.request_timeout_s)
         self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
-        self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `_numbers`
+        self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `gauges`
         self._sent: dict[int, deque[wire.Encode]] = defaultdict(lambda: deque(maxlen=REPORTS))  # without payloads
-        stage.on_mended = self._own_up
-        stage.in_flight = lambda: self._jobs.unfinished
-        stage.numbers = self._numbers
         self._begun: list[float] = []  # when each batch that is under way was
-        stage.busy_since = lambda: min(self._begun, default=None)
 
-    async def hear(self) -> None:
-        """Take what peers send, for ever."""
-        async for received in self._stage.inbox:
-            with self._stage.alone():
-                self._take(received.message, received.frames)
-            del received  # else its frames stay in use while the next is waited for
+    # --- what its process asks: see `Work`
 
-    def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
+    def take(self, message: wire.Message, frames: Sequence[Buffer]) -> bool:
         match message:
-            case wire.Encode(to=to) as job if to == self._stage.epoch:
+            case wire.Encode() as job:
                 self._queue(Job(job, Features(self._stage.reader, job, frames)))
-            case wire.Cancel(to=to) as cancel if to == self._stage.epoch:
-                self._over.add(cancel.request, cancel.attempt)
-            case wire.Encode() | wire.Cancel():
-                self._stage.counters.count("mail_of_a_former_life")
+            case wire.Cancel(request=request, attempt=attempt):
+                self._over.add(request, attempt)
             case _:
-                if not self._stage.hear(message):
-                    self._stage.refused(BadMessage(f"an encoder takes no {type(message).__name__}"))
+                return False
+        return True
+
+    def in_flight(self) -> int:
+        return self._jobs.unfinished
+
+    def busy_since(self) -> float | None:
+        return min(self._begun, default=None)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Calls that went well and the items they had are the mean batch."""
+        numbers = {"encode_calls": self._calls, "encoded_items": self._encoded, "queued": self._jobs.waiting}
+        if self._cache is not None:
+            numbers |= {"cache_hits": self._found, "cache_misses": self._encoded, "cache_nbytes": self._cache.nbytes}
+        return numbers
+
+    def connection_mended(self, peer: Peer) -> None:
+        """What a scheduler rank was sent last may be lost: tell the owners, of whom those whose requests are collected
+        need not mind."""
+        for job in self._sent.pop(peer.rank, ()):
+            if time.monotonic_ns() < job.deadline_ns:
+                self._report(job, PeerGone(str(peer), "may not have got the embeddings: its connection broke"))
+
+    # --- jobs
 
     def _queue(self, job: Job) -> None:
         """Let a job wait for its turn; or not, where it is nobody's, or lies: nothing of it is then kept."""
@@ -352,13 +362,6 @@ class Encoder:
         self._encoded += len(call.items)
         self._found += call.found
 
-    def _numbers(self) -> Mapping[str, float]:
-        """For the heartbeats: calls that went well and the items they had are the mean batch."""
-        numbers = {"encode_calls": self._calls, "encoded_items": self._encoded, "queued": self._jobs.waiting}
-        if self._cache is not None:
-            numbers |= {"cache_hits": self._found, "cache_misses": self._encoded, "cache_nbytes": self._cache.nbytes}
-        return numbers
-
     def _answer(self, job: wire.Encode, made: Sequence[Made], marks: tuple[wire.Mark, ...]) -> None:
         with bound_contextvars(request=job.request.hex()):
             try:
@@ -418,26 +421,14 @@ class Encoder:
                     draft.retract(peer.column)
             raise
 
-    def _own_up(self, scheduler: Peer) -> None:
-        """The connection to a scheduler rank broke, and what it was sent last may be lost: tell the owners, of whom
-        those whose requests are collected need not mind."""
-        for job in self._sent.pop(scheduler.rank, ()):
-            if time.monotonic_ns() < job.deadline_ns:
-                self._report(job, PeerGone(str(scheduler), "may not have got the embeddings: its connection broke"))
-
     def _report(self, job: wire.Encode, problem: Exception) -> None:
         """Tell the request owner that this job failed; the rank lives on."""
         self._over.add(job.request, job.attempt)
+        failure = failure_of(problem, self._stage.origin)
         if isinstance(problem, FerryError):
-            log.info("failed", request=job.request.hex(), kind=type(problem).__name__, problem=text_of(problem))
+            log.info("failed", request=job.request.hex(), kind=failure.kind, problem=failure.problem)
         else:
             log.error("encode_crashed", request=job.request.hex(), exc_info=problem)
-        kind, text = "EncodeError", f"{type(problem).__name__[: wire.MOST_NAME]}: {text_of(problem, 4000)}"
-        if isinstance(problem, FerryError):
-            kind, text = type(problem).__name__[: wire.MOST_NAME], text_of(problem)
-        # A lease that is over was withdrawn: its connection broke.
-        retryable = isinstance(problem, PeerBusy | PeerGone | StaleLease)
-        failure = wire.Failure(kind, text, self._stage.origin, item_of(problem, wire.MOST_ITEMS), retryable)
         with suppress(PeerGone):
             owner = self._stage.peers.get(job.owner.stage, job.owner.rank, job.owner.epoch)
             self._stage.peers.report(owner, wire.Failed(job.request, job.attempt, failure, owner.epoch))

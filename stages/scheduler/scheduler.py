@@ -19,21 +19,21 @@ from tensorferry.codecs.errors import (
     BadItem,
     BadMessage,
     FerryError,
-    LeaseError,
     LeaseNotReady,
     PeerGone,
-    item_of,
     text_of,
 )
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.tensors import View
 from tensorferry.pipeline.deployment.spec import Deployment, most_requests
+from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
+from tensorferry.stages.failures import failure_of
 from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.gpu_wait import unready, wait_ready
 from tensorferry.stages.loop_watch import Watch
@@ -52,7 +52,7 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
     async with opened(deployment, "scheduler", rank) as stage:
         copier = stage.channels.enter_context(ThreadPoolExecutor(1, "copy"))
         scheduler = Scheduler(stage, engine, copier)
-        with stage.running(scheduler.hear(), scheduler.run(), scheduler.sweep()):
+        with stage.running(stage.serve(scheduler), scheduler.run(), scheduler.sweep()):
             stage.peers.open()
             stop.announce_ready()
             await stop.wait_draining()
@@ -93,30 +93,34 @@ class Scheduler:
         self._over = Tombstones(stage.deployment.limits.request_timeout_s)
         self._collected = Tombstones(stage.deployment.limits.request_timeout_s)  #: all that belongs to these is here
         self._busy_since: float | None = None
-        stage.busy_since = lambda: self._busy_since
-        stage.in_flight = lambda: len(self._pending) + len(self._ready) + len(self._running)
-        stage.numbers = lambda: {"queued": len(self._ready)}
 
-    async def hear(self) -> None:
-        """Take what peers send, for ever."""
-        async for received in self._stage.inbox:
-            with self._stage.alone():
-                self._take(received.message, received.frames)
-            del received  # else its frames stay in use while the next is waited for
+    # --- what its process asks: see `Work`
 
-    def _take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
+    def take(self, message: wire.Message, frames: Sequence[Buffer]) -> bool:
         match message:
-            case wire.Admit(to=to) as admit if to == self._stage.epoch:
+            case wire.Admit() as admit:
                 self._admit(admit)
-            case wire.Embeddings(to=to) as embeddings if to == self._stage.epoch:
+            case wire.Embeddings() as embeddings:
                 self._arrived(embeddings, frames)
-            case wire.Cancel(to=to) as cancel if to == self._stage.epoch:
-                self._give_up(cancel.request, cancel.attempt)
-            case wire.Admit() | wire.Embeddings() | wire.Cancel():
-                self._stage.counters.count("mail_of_a_former_life")
+            case wire.Cancel(request=request, attempt=attempt):
+                self._give_up(request, attempt)
             case _:
-                if not self._stage.hear(message):
-                    self._stage.refused(BadMessage(f"a scheduler takes no {type(message).__name__}"))
+                return False
+        return True
+
+    def in_flight(self) -> int:
+        return len(self._pending) + len(self._ready) + len(self._running)
+
+    def busy_since(self) -> float | None:
+        return self._busy_since
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"queued": len(self._ready)}
+
+    def connection_mended(self, peer: Peer) -> None:
+        """Nothing: `Peers` says its reports again."""
+
+    # --- loops
 
     async def run(self) -> None:
         """Take as many complete requests as the token budget allows, run them, report each; for ever."""
@@ -142,7 +146,7 @@ class Scheduler:
     async def drain(self) -> None:
         """Finish what is complete; what is not was given up by its owner, which left before us."""
         self._stage.peers.tell(wire.Drain(self._stage.origin))
-        log.info("draining", in_flight=self._stage.in_flight())
+        log.info("draining", in_flight=self.in_flight())
         while self._ready or self._running or self._collecting:
             self._idle.clear()
             await self._idle.wait()
@@ -413,12 +417,8 @@ class Scheduler:
         assert pending.admit is not None
         self._pending.pop((request, attempt), None)
         self._over.add(request, attempt)
-        kind = type(problem).__name__ if isinstance(problem, FerryError) else "EngineError"
-        item = item_of(problem, len(pending.admit.spans))
-        log.info("failed", request=request.hex(), kind=kind, problem=text_of(problem))
-        # Unreadable embeddings are no fault of the request's: their encoder may have died, and others can make them.
-        retryable = isinstance(problem, LeaseError | PeerGone)
-        failure = wire.Failure(kind[: wire.MOST_NAME], text_of(problem), self._stage.origin, item, retryable)
+        failure = failure_of(problem, self._stage.origin, items=len(pending.admit.spans))
+        log.info("failed", request=request.hex(), kind=failure.kind, problem=failure.problem)
         owner = pending.admit.owner
         self._tell_owner(owner, wire.Failed(request, attempt, failure, owner.epoch))
 

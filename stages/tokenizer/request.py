@@ -32,7 +32,7 @@ class Life(NamedTuple):
 
         One that acknowledges nonsense is not lost: it goes on with what it has, and others might learn it from that.
         """
-        silent = self.peer.state == "quarantined" and not self.peer.distrusted
+        silent = self.peer.state == "quarantined" and not self.peer.life.distrusted
         return self.over or (elsewhere and silent)
 
 

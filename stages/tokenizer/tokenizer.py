@@ -13,22 +13,12 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import (
-    BadItem,
-    BadMessage,
-    BadRequest,
-    FerryError,
-    LethalRequest,
-    PeerBusy,
-    PeerGone,
-    RequestError,
-    item_of,
-    text_of,
-)
+from tensorferry.codecs.errors import BadMessage, BadRequest, FerryError, LethalRequest, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.channels.channels import FrontDoor
 from tensorferry.pipeline.deployment.spec import Deployment, tokenizer_pool_nbytes
+from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import Stage
@@ -37,6 +27,7 @@ from tensorferry.pipeline.recording import traffic
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
+from tensorferry.stages.failures import failure_of
 from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.off_loop import run_to_end
@@ -93,7 +84,7 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
             stage.channels.callback(recorder.close)
         tokenizer = Tokenizer(stage, door, threads, processor, planner, recorder, spans)
         with stage.running(
-            tokenizer.serve_clients(), tokenizer.hear_peers(), tokenizer.watch_peers(), tokenizer.watch_clients()
+            tokenizer.serve_clients(), stage.serve(tokenizer), tokenizer.watch_peers(), tokenizer.watch_clients()
         ):
             await stage.peers.wait_ready()
             tokenizer.open()
@@ -130,20 +121,56 @@ class Tokenizer:
         self._idle.set()
         self._open = self._draining = False
         self._latencies = Latencies()
-        stage.in_flight = lambda: len(self._requests)
-        stage.numbers = self._numbers
-        stage.busy_since = lambda: min((request.since for request in self._requests.values()), default=None)
+
+    # --- what its process asks: see `Work`
+
+    def take(self, message: wire.Message, frames: Sequence[Buffer]) -> bool:
+        """Take what encoders and schedulers report of a request."""
+        match message:
+            case wire.Collected() | wire.Done():
+                request = self._owned(message.request, message.attempt)
+                if request is not None:
+                    self._reported(request, message)
+            case wire.Failed(failure=failure) as failed:
+                request = self._owned(failed.request, failed.attempt)
+                told = request is not None and any(life.epoch == failure.origin.epoch for life in request.told)
+                # What an encoder made may be lost with a connection; it does not know that it was not.
+                came = failure.origin.stage == "encoder" and request is not None and not request.collecting
+                if request is not None and told and not came and request.failure is None:
+                    request.failure = failure
+                    request.news.set()
+            case _:
+                return False
+        return True
+
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    def busy_since(self) -> float | None:
+        return min((request.since for request in self._requests.values()), default=None)
+
+    def gauges(self) -> Mapping[str, float]:
+        """What is queued here is planned or processed, or waits for that."""
+        queued = sum(not request.schedulers for request in self._requests.values())
+        return {"queued": queued, **self._latencies.numbers(time.monotonic())}
+
+    def connection_mended(self, peer: Peer) -> None:
+        """Nothing: `watch_peers` has seen that it broke, and its requests count what it was sent as lost."""
 
     # --- clients
 
     async def serve_clients(self) -> None:
         """Take what clients send, for ever."""
-        async for received in self._door:
-            with self._stage.alone():
-                self._take(received.peer, received.message, received.frames, received.client or received.peer)
-            del received  # else its frames stay in use while the next is waited for
+        await self._stage.receive(
+            self._door,
+            lambda received: self.take_from_client(
+                received.peer, received.message, received.frames, received.client or received.peer
+            ),
+        )
 
-    def _take(self, client: bytes, message: wire.Message, frames: Sequence[Buffer], who: str | bytes) -> None:
+    def take_from_client(
+        self, client: bytes, message: wire.Message, frames: Sequence[Buffer], who: str | bytes
+    ) -> None:
         """client: the way back. who: whose rate it is: a key's name, or where there are no keys the connection."""
         match message:
             case wire.Submit() as submit:
@@ -214,7 +241,8 @@ class Tokenizer:
         if self._over.covers(submit.request, submit.attempt):
             self._stage.counters.count("submits_repeated")
             used = BadRequest("this request id was answered already: use a new id, or a higher attempt")
-            self._clients.answer(client, wire.Failed(submit.request, submit.attempt, self._failure(used, 0.0)))
+            failure = failure_of(used, self._stage.origin)
+            self._clients.answer(client, wire.Failed(submit.request, submit.attempt, failure))
             return
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
@@ -247,11 +275,6 @@ class Tokenizer:
         me = wire.Member("tokenizer", origin.rank, origin.epoch, state, self._stage.gauges())
         return wire.Members(origin, ready, (me, *peers.members()))
 
-    def _numbers(self) -> Mapping[str, float]:
-        """For clients and the metrics. What is queued here is planned or processed, or waits for that."""
-        queued = sum(not request.schedulers for request in self._requests.values())
-        return {"queued": queued, **self._latencies.numbers(time.monotonic())}
-
     # --- a request
 
     async def serve(self, client: bytes, submit: wire.Submit, frames: Sequence[Buffer]) -> None:
@@ -274,7 +297,7 @@ class Tokenizer:
             except Exception as bug:
                 self._stage.outlive(bug)
                 log.exception("request_crashed")
-                outcome = wire.Failed(submit.request, submit.attempt, self._failure(bug, timeout_s))
+                outcome = wire.Failed(submit.request, submit.attempt, failure_of(bug, self._stage.origin))
             self._cancel(request, request.relieved() if isinstance(outcome, wire.Result) else request.told)
             self._load.give_back((submit.request, submit.attempt))
             if not isinstance(outcome, wire.Busy):  # that may be offered again
@@ -390,32 +413,20 @@ class Tokenizer:
             if peer.epoch == epoch:
                 self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.attempt, epoch))
 
-    def _failure(self, problem: BaseException, timeout_s: float, request: Request | None = None) -> wire.Failure:
-        origin = self._stage.origin
+    def _failure(self, problem: BaseException, timeout_s: float, request: Request) -> wire.Failure:
         match problem:
             case Reported(failure=failure):
                 return failure
-            case BadItem():
-                return wire.Failure("BadItem", text_of(problem), origin, item_of(problem, wire.MOST_ITEMS))
             case TimeoutError():
-                text = "; ".join([f"not done within {timeout_s:g} s", *self._absent(request)])
-                return wire.Failure("DeadlineExceeded", text[:4096], origin, retryable=True)
+                problem = TimeoutError("; ".join([f"not done within {timeout_s:g} s", *self._absent(request)]))
             case asyncio.CancelledError():
-                return wire.Failure("Cancelled", "cancelled by the client, or the deployment stopped", origin)
-            case FerryError():
-                retryable = not isinstance(problem, RequestError)
-                return wire.Failure(
-                    type(problem).__name__[: wire.MOST_NAME], text_of(problem), origin, retryable=retryable
-                )
-        return wire.Failure(
-            "InternalError", f"{type(problem).__name__[: wire.MOST_NAME]}: {text_of(problem, 4000)}", origin
-        )
+                problem = asyncio.CancelledError("cancelled by the client, or the deployment stopped")
+        return failure_of(problem, self._stage.origin)
 
-    def _absent(self, request: Request | None) -> list[str]:
+    def _absent(self, request: Request) -> list[str]:
         """What may have kept a request, in words."""
-        told = request.told if request is not None else []
-        said = [f"{life.peer} is gone" for life in told if life.over]
-        said += [f"{life.peer} {life.peer.quarantine}" for life in told if life.peer.state == "quarantined"]
+        said = [f"{life.peer} is gone" for life in request.told if life.over]
+        said += [f"{life.peer} {life.peer.quarantine}" for life in request.told if life.peer.state == "quarantined"]
         if not self._stage.peers.usable("encoder"):
             said.append("no encoder rank is ready")
         if not self._dispatch.groups():
@@ -443,33 +454,6 @@ class Tokenizer:
             log.info("failed", kind=outcome.failure.kind, problem=outcome.failure.problem, ms=ms)
 
     # --- peers
-
-    async def hear_peers(self) -> None:
-        """Take what encoders and schedulers report, for ever."""
-        async for received in self._stage.inbox:
-            with self._stage.alone():
-                self._take_report(received.message)
-            del received  # else its frames stay in use while the next is waited for
-
-    def _take_report(self, message: wire.Message) -> None:
-        match message:
-            case wire.Done() | wire.Failed() | wire.Collected() if message.to != self._stage.epoch:
-                self._stage.counters.count("mail_of_a_former_life")
-            case wire.Collected() | wire.Done():
-                request = self._owned(message.request, message.attempt)
-                if request is not None:
-                    self._reported(request, message)
-            case wire.Failed(failure=failure) as failed:
-                request = self._owned(failed.request, failed.attempt)
-                told = request is not None and any(life.epoch == failure.origin.epoch for life in request.told)
-                # What an encoder made may be lost with a connection; it does not know that it was not.
-                came = failure.origin.stage == "encoder" and request is not None and not request.collecting
-                if request is not None and told and not came and request.failure is None:
-                    request.failure = failure
-                    request.news.set()
-            case _:
-                if not self._stage.hear(message):
-                    self._stage.refused(BadMessage(f"a tokenizer takes no {type(message).__name__}"))
 
     def _reported(self, request: Request, report: wire.Collected | wire.Done) -> None:
         """Book what a scheduler rank has done for a request, if it is one that attends to it."""

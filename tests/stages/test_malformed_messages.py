@@ -125,21 +125,16 @@ class Inside:
     def deliver(self, to: str, frames: tuple[bytes, ...]) -> None:
         """As the stage's own loop does."""
         stage = self.stage(to.partition("-")[0])
-        take: dict[str, Callable[[Any, Any], None]] = {
-            "tokenizer-0 front door": lambda message, inline: self.parts["tokenizer"]._take(
-                b"nobody", message, inline, ""
-            ),
-            "tokenizer-0 inbox": lambda message, inline: self.parts["tokenizer"]._take_report(message),
-            "encoder-0 inbox": self.parts["encoder"]._take,
-            "scheduler-0 inbox": self.parts["scheduler"]._take,
-        }
         try:
             message, inline = decode(frames, Limits())
         except BadMessage as problem:
             stage.refused(problem)
             return
         with stage.alone():
-            take[to](message, inline)
+            if to == "tokenizer-0 front door":
+                self.parts["tokenizer"].take_from_client(b"nobody", message, inline, "")
+            else:
+                stage.take(message, inline)
 
     def counted(self, name: str) -> float:
         return sum(self.stage(stage).counters.value(name) for stage in STAGES)

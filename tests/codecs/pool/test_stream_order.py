@@ -38,7 +38,7 @@ from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
 from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
-from tensorferry.pipeline.peers.peer import Peer
+from tensorferry.pipeline.peers.peer import Peer, PeerLife
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.finished_requests import Tombstones
@@ -491,7 +491,7 @@ class Collector(Scheduler):
         self._stage, self._copier = stage, copier
         self._over, self._collected = Tombstones(60.0), Tombstones(60.0)
         self._collecting, self._idle = 0, asyncio.Event()
-        self._ready, self._running = deque(), []
+        self._pending, self._ready, self._running = {}, deque(), []
         self.filed: list[tuple[Any, Any]] = []
         self.is_filed = asyncio.Event()
 
@@ -529,7 +529,6 @@ async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_sh
 
 async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Collector) -> None:
     collector._stage.peers.tell, collector._stage.origin = (lambda message: None), None
-    collector._stage.in_flight = lambda: 1
     collector.arrive(host_shop.publish())
     draining = asyncio.create_task(collector.drain())
     await asyncio.sleep(0)
@@ -614,7 +613,8 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
 
     sent: list[wire.Embeddings] = []
     outbox: Any = SimpleNamespace(send_nowait=lambda message, frames: sent.append(message))
-    scheduler = Peer("scheduler", 0, outbox, downstream=True, quarantine_s=60.0, epoch=8, column=shop.column)
+    life = PeerLife(8, shop.column)
+    scheduler = Peer("scheduler", 0, outbox, downstream=True, quarantine_s=60.0, life=life)
     async with asyncio.TaskGroup() as tasks:
         stage = stage_of(shop.reader, tasks, [])
         stage.epoch, stage.origin, stage.publisher = 7, wire.Origin("encoder", 0, 7), Publisher(shop.pool)
@@ -627,7 +627,7 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
                 item = wire.Item("image", (1, 1, 1), 1, bytes(16), wire.Inline(0, CODES["uint8"], (1, 3)))
                 ranks = (wire.Rank(0, 7),), (wire.Rank(0, 8),)
                 asked = wire.Encode(request.rjust(16), 0, 7, wire.Origin("tokenizer", 0, 3), *ranks, (item,), 1 << 62)
-                encoder._take(asked, [np.zeros(3, np.uint8)])
+                encoder.take(asked, [np.zeros(3, np.uint8)])
             encoding = tasks.create_task(encoder.encode())
             async with asyncio.timeout(10):
                 while adapter.batches < 2:  # noqa: ASYNC110  (the encoder's thread does it)

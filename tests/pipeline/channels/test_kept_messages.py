@@ -6,8 +6,8 @@ Otherwise ZeroMQ fills other, colder memory for the next: half a millisecond of 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import weakref
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +17,13 @@ import pytest
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels.channels import Received
 from tensorferry.pipeline.client.client import Client
+from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.process.start_stage import opened
+from tensorferry.pipeline.process.work import NoWork
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
 from tensorferry.stages.finished_requests import Tombstones
-from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 
 EPOCH = 7
@@ -47,28 +49,19 @@ class FakeChannel:
         raise StopAsyncIteration
 
 
-def fake_stage(channel: FakeChannel) -> Any:
-    """A stage without sockets, which takes every message for news of its peers."""
-    return SimpleNamespace(
-        device=None,
-        inbox=channel,
-        epoch=EPOCH,
-        alone=nullcontext,
-        hear=lambda message: True,
-        refused=lambda problem: None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "loop"),
-    [(Encoder, "hear"), (Scheduler, "hear"), (Tokenizer, "hear_peers"), (Tokenizer, "serve_clients")],
-)
-async def test_a_receiving_loop_keeps_no_message(kind: type[Any], loop: str) -> None:
-    channel = FakeChannel()
-    receiver = object.__new__(kind)
-    receiver._stage, receiver._door = fake_stage(channel), channel
-    await getattr(receiver, loop)()
-    assert channel.kept is False
+async def test_a_stage_that_serves_keeps_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work is whatever it is; a tokenizer takes what clients send by the same loop."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        deployment = Deployment(name="a", transport="cpu", runtime_dir=f"{folder}/run")
+        async with opened(deployment, "tokenizer", 0) as stage:
+            inbox, door = FakeChannel(), FakeChannel()
+            with monkeypatch.context() as patch:
+                patch.setattr(stage, "inbox", inbox)
+                await stage.serve(NoWork())
+            tokenizer = object.__new__(Tokenizer)
+            tokenizer._stage, tokenizer._door = stage, door  # type: ignore[assignment]
+            await tokenizer.serve_clients()
+    assert (inbox.kept, door.kept) == (False, False)
 
 
 async def test_a_listening_client_keeps_no_message() -> None:
@@ -79,8 +72,8 @@ async def test_a_listening_client_keeps_no_message() -> None:
 
 async def test_an_encoder_that_waits_keeps_no_job() -> None:
     encoder = object.__new__(Encoder)
-    encoder._stage, encoder._over = fake_stage(FakeChannel()), Tombstones(60.0)
-    encoder._stage.counters = SimpleNamespace(count=lambda name: None)
+    counters = SimpleNamespace(count=lambda name: None)
+    encoder._stage, encoder._over = SimpleNamespace(device=None, epoch=EPOCH, counters=counters), Tombstones(60.0)  # type: ignore[assignment]
     encoder._cache, encoder._begun, encoder._jobs = None, [], Jobs(0, 0.0, lambda job: 0)
     frame = np.zeros(1)
     kept = weakref.ref(frame)

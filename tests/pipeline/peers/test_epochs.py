@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
+from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES
-from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.scheduler.scheduler import Scheduler
+from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.peers.peer import Peer
+from tensorferry.pipeline.process.stage import Stage
+from tensorferry.pipeline.process.start_stage import opened
+from tensorferry.pipeline.process.work import NoWork, Work
 from tensorferry.stages.tokenizer.clients import Clients
 from tensorferry.stages.tokenizer.request import Life, Request
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
@@ -41,34 +49,6 @@ def cancel(to: int) -> wire.Cancel:
     return wire.Cancel(REQUEST, 0, to)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [(Encoder, encode), (Encoder, cancel), (Scheduler, admit), (Scheduler, embeddings), (Scheduler, cancel)],
-    ids=["encode", "cancel at an encoder", "admit", "embeddings", "cancel at a scheduler"],
-)
-def test_a7_mail_of_a_former_life_is_dropped_and_counted(kind: type[Any], message: Any) -> None:
-    counted: list[str] = []
-    taken: list[str] = []
-    receiver = object.__new__(kind)
-    receiver._stage = SimpleNamespace(
-        epoch=NOW,
-        reader=None,
-        alone=nullcontext,
-        counters=SimpleNamespace(count=counted.append),
-        peers=SimpleNamespace(hear=lambda message: False),
-        refused=lambda problem: pytest.fail(str(problem)),
-    )
-    receiver._queue = lambda job: taken.append("job")
-    receiver._admit = lambda message: taken.append("admit")
-    receiver._over = SimpleNamespace(add=lambda request, attempt: taken.append("cancel"))
-    receiver._give_up = lambda request, attempt: taken.append("cancel")
-    receiver._arrived = lambda message, frames: taken.append("embeddings")
-    receiver._take(message(BEFORE), [bytes(128)])
-    assert (counted, taken) == (["mail_of_a_former_life"], [])
-    receiver._take(message(NOW), [bytes(128)])
-    assert len(taken) == 1
-
-
 def done(to: int) -> wire.Done:
     return wire.Done(REQUEST, 0, to, wire.Origin("scheduler", 0, 5), 1, (), ())
 
@@ -81,18 +61,69 @@ def collected(to: int) -> wire.Collected:
     return wire.Collected(REQUEST, 0, to, wire.Origin("scheduler", 0, 5))
 
 
-@pytest.mark.parametrize("message", [done, failed, collected])
-def test_a7_an_owner_takes_no_report_that_was_meant_for_its_former_life(message: Any) -> None:
-    """Its client has sent the request again, under the same id: it is in flight here, too."""
-    counted: list[str] = []
-    looked_up: list[bytes] = []
-    owner = object.__new__(Tokenizer)
-    owner._stage = SimpleNamespace(epoch=NOW, counters=SimpleNamespace(count=counted.append))  # type: ignore[assignment]
-    owner._owned = lambda request, attempt: looked_up.append(request)  # type: ignore[assignment, method-assign]
-    owner._take_report(message(BEFORE))
-    assert (counted, looked_up) == (["mail_of_a_former_life"], [])
-    owner._take_report(message(NOW))
-    assert (counted, looked_up) == (["mail_of_a_former_life"], [REQUEST])
+class Noted:
+    """Work that takes whatever it is given, and keeps it."""
+
+    def __init__(self) -> None:
+        self.taken: list[wire.Message] = []
+
+    def take(self, message: wire.Message, frames: Sequence[Buffer]) -> bool:
+        self.taken.append(message)
+        return True
+
+    def in_flight(self) -> int:
+        return len(self.taken)
+
+    def busy_since(self) -> float | None:
+        return None
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"noted": len(self.taken)}
+
+    def connection_mended(self, peer: Peer) -> None:
+        pass
+
+
+@asynccontextmanager
+async def serving(work: Work, name: str = "encoder") -> AsyncIterator[Stage]:
+    """A stage process's parts in this process, which serve this work."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        deployment = Deployment(name="a", transport="cpu", runtime_dir=f"{folder}/run")
+        async with opened(deployment, name, 0) as stage:
+            with stage.running(stage.serve(work)):
+                await asyncio.sleep(0)  # until the loop waits for messages
+                yield stage
+
+
+async def test_a7_mail_of_a_former_life_is_dropped_and_counted() -> None:
+    """Also a report to an owner: its client has sent the request again, under the same id, so it is in flight here."""
+    work = Noted()
+    async with serving(work) as stage:
+        made = (encode, admit, embeddings, cancel, done, failed, collected)
+        for message in made:
+            stage.take(message(stage.epoch ^ 1), [bytes(128)])
+        assert (work.taken, stage.counters.value("mail_of_a_former_life")) == ([], len(made))
+        present = [message(stage.epoch) for message in made]
+        for sent in present:
+            stage.take(sent, [bytes(128)])
+        assert (work.taken, stage.counters.value("mail_of_a_former_life")) == (present, len(made))
+
+
+@pytest.mark.parametrize(("name", "article"), [("tokenizer", "a"), ("encoder", "an"), ("scheduler", "a")])
+async def test_what_neither_the_work_nor_its_process_takes_is_refused_and_counted(name: str, article: str) -> None:
+    async with serving(NoWork(), name) as stage:
+        with capture_logs() as lines:
+            stage.take(encode(stage.epoch), [bytes(128)])
+        assert stage.counters.value("messages_refused") == 1
+        assert [line["problem"] for line in lines] == [f"{article} {name} takes no Encode"]
+
+
+async def test_a_stage_says_how_its_work_is() -> None:
+    work = Noted()
+    async with serving(work) as stage:
+        work.take(cancel(stage.epoch), ())
+        gauges = {gauge.name: gauge.value for gauge in stage.gauges()}
+        assert (gauges["in_flight"], gauges["noted"], gauges["busy_s"]) == (1, 1, 0)
 
 
 def owner_of(request: Request) -> tuple[Any, list[str]]:
@@ -127,15 +158,16 @@ async def test_b26_b27_a_report_that_cannot_be_of_this_request_ends_nothing(
     request.schedulers, request.hashes = [Life(scheduler, NOW, 0)], {0: bytes(16), 1: bytes(16)}
     request.waiting, request.collecting = {0}, {0}
     owner, counted = owner_of(request)
-    owner._take_report(wire.Done(REQUEST, 0, NOW, origin, 1, digests, ()))
+    owner.take(wire.Done(REQUEST, 0, NOW, origin, 1, digests, ()), ())
     assert counted == [said]
     assert (request.waiting, request.reports, request.news.is_set()) == ({0}, {}, False)
     if not digests:
-        owner._take_report(wire.Collected(REQUEST, 0, NOW, origin))
+        owner.take(wire.Collected(REQUEST, 0, NOW, origin), ())
         assert (counted, request.collecting) == ([said, said], {0})
     right = wire.Origin("scheduler", 0, NOW)
-    owner._take_report(wire.Collected(REQUEST, 0, NOW, right))
-    owner._take_report(wire.Done(REQUEST, 0, NOW, right, 1, (b"1", b"2"), ()))
+    owner.take(wire.Collected(REQUEST, 0, NOW, right), ())
+    owner.take(wire.Done(REQUEST, 0, NOW, right, 1, (b"1", b"2"), ()), ())
+    assert not owner.take(wire.Heartbeat(right, 0), ()), "it is of no request"
     assert (request.collecting, request.waiting, request.news.is_set()) == (set(), set(), True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_what_is_said_of_a_former_life_changes_nothing(peers: Peers, clock: Cloc
 
 def test_b27_the_life_that_is_known_goes_on_whoever_answers_in_its_name(peers: Peers) -> None:
     meet(peers, "encoder", 1, 99)
-    assert peers.get("encoder", 1, 11).ready
+    assert peers.get("encoder", 1, 11).state == "ready"
     with pytest.raises(PeerGone, match="is not there in that life"):
         peers.get("encoder", 1, 99)
 
@@ -310,7 +311,7 @@ def test_b27_a_hello_of_another_version_in_the_name_of_a_living_process_is_not_a
     [peer] = peers
     peer.outbox.sent.clear()  # type: ignore[attr-defined]
     peers.hear(wire.Hello(wire.PROTOCOL_VERSION + 1, wire.Origin("tokenizer", 0, epoch), "ipc:///t"))
-    assert (peer.outbox.sent, peer.ready, strangers.count) == ([], True, 1)  # type: ignore[attr-defined]
+    assert (peer.outbox.sent, peer.state, strangers.count) == ([], "ready", 1)  # type: ignore[attr-defined]
 
 
 def test_a_life_has_one_pool_and_hands_it_out_in_one_place(
@@ -343,7 +344,7 @@ def test_whatever_is_of_a_life_that_is_not_known_is_counted(
 ) -> None:
     peers, attached = encoder
     [peer] = peers
-    before = (peer.epoch, peer.ready, peer.leaving, peer.gauges, peer.column)
+    before = deepcopy(peer.life)
     for origin in (wire.Origin("tokenizer", 0, 666), wire.Origin("tokenizer", 7, ME.epoch), wire.Origin("x", 0, 1)):
         for message in (
             wire.Hello(wire.PROTOCOL_VERSION, origin, "ipc:///t"),
@@ -357,7 +358,7 @@ def test_whatever_is_of_a_life_that_is_not_known_is_counted(
             strangers.count = 0
             assert peers.hear(message)
             assert strangers.count == 1, message
-    assert (peer.epoch, peer.ready, peer.leaving, peer.gauges, peer.column) == before
+    assert peer.life == before
     assert list(peers) == [peer]
     assert attached == []
 
@@ -450,7 +451,7 @@ def test_p8_a_front_end_that_cannot_do_what_the_deployment_needs_is_refused_when
     [peer] = encoder
     welcome: Any = next(message for message in peer.outbox.sent if isinstance(message, wire.Welcome))  # type: ignore[attr-defined]
     assert bool(welcome.refusal) is refused
-    assert peer.ready is not refused
+    assert peer.state == ("waiting" if refused else "ready")
     if refused:
         said = ", ".join(capabilities) or "none"
         assert f"tokenizer-0 cannot hand tensors over by cuda_ipc (its capabilities: {said})" in welcome.refusal

@@ -144,9 +144,7 @@ class Rank:
         """items: what each is a content of, and its payload."""
         sent = tuple(wire.Item("image", (1, 2, 2), 1, content.rjust(16, b"\0"), payload) for content, payload in items)
         schedulers = (wire.Rank(0, SCHEDULER),)
-        self.encoder._take(
-            wire.Encode(request.rjust(16), 0, ME, OWNER, encoders, schedulers, sent, deadline_ns), frames
-        )
+        self.encoder.take(wire.Encode(request.rjust(16), 0, ME, OWNER, encoders, schedulers, sent, deadline_ns), frames)
 
     async def serve(self) -> None:
         """Until every job is done."""
@@ -217,7 +215,7 @@ async def test_requests_that_wait_together_share_a_call_and_get_messages_of_thei
     assert rank.answers(b"a") == [(0, 1), (1, 2)]
     assert rank.answers(b"b") == [(0, 3)]
     assert rank.answers(b"c") == [(0, 4), (1, 5), (2, 6)]
-    assert rank.encoder._numbers() == {"encode_calls": 1, "encoded_items": 6, "queued": 0}
+    assert rank.encoder.gauges() == {"encode_calls": 1, "encoded_items": 6, "queued": 0}
 
 
 async def test_an_item_of_another_rank_is_not_encoded_here(rank_of: Any) -> None:
@@ -241,7 +239,7 @@ async def test_rows_that_no_request_can_have_are_refused_before_anything_is_made
     message = wire.Encode(
         b"a".rjust(16), 0, ME, OWNER, (wire.Rank(0, ME),), (wire.Rank(0, SCHEDULER),), (item,), 1 << 62
     )
-    rank.encoder._take(message, [np.zeros(PATCHES * 3, np.uint8)])
+    rank.encoder.take(message, [np.zeros(PATCHES * 3, np.uint8)])
     assert rank.answers(b"a") == "BadMessage -1"
     await rank.serve()
     assert rank.adapter.calls == []
@@ -357,7 +355,7 @@ async def test_cancelled_and_late_jobs_drop_out(rank_of: Any) -> None:
         rank.ask(b"a", [1])
         rank.send(b"cancelled", [(b"x", payload)])
         rank.ask(b"late", [4], deadline_ns=1)
-        rank.encoder._take(wire.Cancel(b"cancelled".rjust(16), 0, ME), [])
+        rank.encoder.take(wire.Cancel(b"cancelled".rjust(16), 0, ME), [])
         await rank.serve()
         assert pool.reclaim() == 1
     assert rank.adapter.calls == [[1]]
@@ -396,7 +394,7 @@ async def test_e4_a_hit_is_acknowledged_without_being_read(rank_of: Any) -> None
     assert rank.reader.stale == 0  # and once
     assert rank.adapter.calls == [[1], [2]]
     assert (rank.answers(b"hit"), rank.answers(b"miss")) == ([(0, 1)], [(0, 2)])
-    assert rank.encoder._numbers() == {
+    assert rank.encoder.gauges() == {
         "encode_calls": 2,
         "queued": 0,
         "encoded_items": 2,
@@ -433,7 +431,7 @@ async def test_bad_content_fails_all_who_have_it_and_is_not_kept(rank_of: Any) -
     await rank.serve()
     assert rank.adapter.calls == [[1, POISONED], [1]]
     assert (rank.answers(b"a"), rank.answers(b"b"), rank.answers(b"c")) == ("BadItem 1", "BadItem 0", [(0, 1)])
-    assert rank.encoder._numbers()["cache_nbytes"] == 8
+    assert rank.encoder.gauges()["cache_nbytes"] == 8
 
 
 async def test_what_the_cache_knows_takes_no_room_in_a_batch(rank_of: Any) -> None:
@@ -496,7 +494,7 @@ async def test_a_full_batch_is_queued_while_the_one_before_is_awaited(rank_of: C
         await until(lambda: rank.adapter.awaited)
         assert rank.adapter.calls == [[1, 2], [3, 4]], "and no third"
         assert rank.embeddings == {}
-        assert rank.stage.in_flight() == 6
+        assert rank.encoder.in_flight() == 6
         rank.adapter.gate.set()
         await rank.encoder._jobs.join()
     assert rank.adapter.calls == [[1, 2], [3, 4], [5, 6]]
@@ -581,7 +579,7 @@ async def test_e3_a_rank_encodes_of_what_is_named_anew_and_never_what_came_encod
     )
     ranks = (wire.Rank(0, ME),)
     message = wire.Encode(b"a".rjust(16), 0, ME, OWNER, ranks, (wire.Rank(0, SCHEDULER),), items, 1 << 62, anew)
-    rank.encoder._take(message, [view_of(frame).data])
+    rank.encoder.take(message, [view_of(frame).data])
     await rank.serve()
     if problem:
         failure = rank.failures[b"a".rjust(16)]
@@ -599,7 +597,7 @@ async def test_what_is_cancelled_while_it_is_awaited_is_not_sent(rank_of: Callab
     rank.ask(b"b", [2])
     async with rank.encoding():
         await until(lambda: rank.adapter.awaited)
-        rank.encoder._take(wire.Cancel(b"a".rjust(16), 0, ME), [])
+        rank.encoder.take(wire.Cancel(b"a".rjust(16), 0, ME), [])
         rank.adapter.gate.set()
         await rank.encoder._jobs.join()
     assert list(rank.embeddings) == [b"b".rjust(16)]
@@ -627,7 +625,7 @@ async def test_a_rank_that_is_stopped_waits_for_what_is_queued_and_gives_everyth
             await asyncio.wait([encoding])
         assert (pool.reclaim(), out.reclaim()) == (1, 1)
     assert rank.embeddings == {}
-    assert rank.stage.in_flight() == 0
+    assert rank.encoder.in_flight() == 0
 
 
 # --- all of it at once -----------------------------------------------------------------------------------------
@@ -660,7 +658,7 @@ async def test_whatever_comes_together_output_i_belongs_to_input_i(rank_of: Any,
             rank.ask(request, asked[request], **({"deadline_ns": 1} if late else {}))
             if late or rng.random() < 0.1:
                 over.add(request)
-                rank.encoder._take(wire.Cancel(request.rjust(16), 0, ME), [])
+                rank.encoder.take(wire.Cancel(request.rjust(16), 0, ME), [])
         await rank.serve()
         assert cache is None or cache.nbytes <= cache.capacity_nbytes
     answered = {name.strip() for name in rank.embeddings.keys() | rank.failures.keys()}
@@ -679,7 +677,7 @@ async def test_a_drain_finishes_the_batch_that_waits_for_company(rank_of: Any) -
     async with rank.encoding():
         await rank.encoder.drain()
     assert rank.adapter.calls == [[1, 2]]
-    assert rank.stage.in_flight() == 0
+    assert rank.encoder.in_flight() == 0
 
 
 async def test_one_whose_scheduler_is_gone_takes_nobody_with_it(rank_of: Any) -> None:
@@ -713,7 +711,7 @@ async def test_a_request_that_nobody_wants_does_not_hold_its_batch_up(
         rank.ask(b"good", [6])
         if how == "cancelled":
             cancel = wire.Cancel(b"late".rjust(16), 0, ME)
-            asyncio.get_running_loop().call_later(0.02, rank.encoder._take, cancel, [])
+            asyncio.get_running_loop().call_later(0.02, rank.encoder.take, cancel, [])
         await rank.serve()
         assert rank.answers(b"good") == [(0, 6)]
         assert rank.adapter.calls == [[6]]

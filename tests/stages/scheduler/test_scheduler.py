@@ -69,7 +69,7 @@ class Rank:
     def admit(self, request: bytes, items: int, *, attempt: int = 0, tokens: int = 16) -> None:
         spans = tuple(wire.Span(ROWS * index, ROWS) for index in range(items))
         ranks = (wire.Rank(0, ME),)
-        self.scheduler._take(
+        self.scheduler.take(
             wire.Admit(request.rjust(16), attempt, ME, OWNER, ranks, bytes(4 * tokens), spans, 0, 1 << 62), ()
         )
 
@@ -80,7 +80,7 @@ class Rank:
             wire.Embedding(item, ROWS, (wire.Output("embeddings", wire.Inline(frame, CODES["uint8"], (ROWS, WIDTH))),))
             for frame, item in enumerate(items)
         )
-        self.scheduler._take(wire.Embeddings(request.rjust(16), attempt, ME, ENCODER, embeddings, ()), frames)
+        self.scheduler.take(wire.Embeddings(request.rjust(16), attempt, ME, ENCODER, embeddings, ()), frames)
 
     async def serve(self) -> None:
         """Until nothing is left that could run."""
@@ -157,7 +157,7 @@ async def test_l3_what_a_stranger_lends_is_given_back_unread(rank_of: Callable[.
         with Publisher(pool, inline_below_nbytes=0).draft([("uint8", (ROWS, WIDTH))]) as draft:
             [payload] = draft.dispatch(column, [])
         items = (wire.Embedding(0, ROWS, (wire.Output("embeddings", payload),)),)
-        rank.scheduler._take(wire.Embeddings(bytes(16), 0, ME, STRANGER, items, ()), ())
+        rank.scheduler.take(wire.Embeddings(bytes(16), 0, ME, STRANGER, items, ()), ())
         pool.reclaim()
         assert pool.statistics().lent_slots == 0
         rank.reader.detach(pool.description.pool)
