@@ -177,6 +177,14 @@ def port_offset(deployment: Deployment, stage: str, rank: int) -> int:
     return offset
 
 
+def most_requests(deployment: Deployment) -> int:
+    """How many requests a rank behind the tokenizers keeps at once: twice what all tokenizers may have in flight.
+
+    More are not of this deployment.
+    """
+    return 2 * deployment.tokenizer.workers * deployment.limits.in_flight_requests
+
+
 def device_of(deployment: Deployment, stage: str, rank: int) -> int | None:
     """The GPU that a rank works on; None for one that opens no CUDA context, as with `transport: cpu` nobody does."""
     spec: TokenizerSpec | EncoderSpec | SchedulerSpec = getattr(deployment, stage)

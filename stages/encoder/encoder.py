@@ -31,7 +31,7 @@ from tensorferry.codecs.errors import (
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.pool.publisher import Draft
-from tensorferry.pipeline.deployment.spec import MIB, Deployment, device_of, encoder_pool_nbytes
+from tensorferry.pipeline.deployment.spec import MIB, Deployment, device_of, encoder_pool_nbytes, most_requests
 from tensorferry.pipeline.peers.peer import REPORTS, Peer
 from tensorferry.pipeline.pools.own_pool import PoolShare
 from tensorferry.pipeline.process.run_process import Stop
@@ -100,8 +100,7 @@ class Encoder:
         spec = stage.deployment.encoder
         self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
-        #: More than all tokenizers together may have in flight are not of this deployment.
-        self._most_jobs = 2 * stage.deployment.tokenizer.workers * stage.deployment.limits.in_flight_requests
+        self._most_jobs = most_requests(stage.deployment)
         self._over = Tombstones(stage.deployment.limits.request_timeout_s)
         self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `gauges`

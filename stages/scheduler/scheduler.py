@@ -26,7 +26,7 @@ from tensorferry.codecs.errors import (
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.pool.declared import check_declared
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment, most_requests
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import Stage
@@ -82,9 +82,7 @@ class Scheduler:
         self._watch = Watch("scheduler.engine", stage.deployment.scheduler.engine, stage.counters)
         self._budget = stage.deployment.scheduler.batch_tokens
         self._patience_ns = int(stage.deployment.limits.request_timeout_s * 1e9)
-        limits = stage.deployment.limits
-        #: More than all tokenizers together may have in flight are not of this deployment.
-        self._most_pending = 2 * stage.deployment.tokenizer.workers * limits.in_flight_requests
+        self._most_pending = most_requests(stage.deployment)
         self._pending: dict[tuple[bytes, int], Pending] = {}
         self._ready: deque[Pending] = deque()
         self._wake = asyncio.Event()
