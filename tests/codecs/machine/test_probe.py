@@ -410,6 +410,7 @@ def test_no_driver_survives_being_told_to_another_process() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.processes
 def test_the_trials_on_this_gpu() -> None:
     found = probe.cuda_facts(os.environ)
     if found.problem:
