@@ -99,7 +99,7 @@ def what_libraries_keep() -> None:
 def test_the_table_names_tests_that_there_are() -> None:
     rows = [line.split("|") for line in str(__doc__).splitlines() if line.startswith("| B")]
     assert [row[1].strip() for row in rows] == [*(f"B{number:02}" for number in range(1, 14)), "B26", "B30"]
-    tests = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parents[2].glob("test_*.py")}
+    tests = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parents[2].rglob("test_*.py")}
     for _, row, _, shown_by, _ in rows:
         own = Path(__file__).name if " here" in shown_by else ""
         files = [*re.findall(r"test_\w+\.py", shown_by), *filter(None, [own])]
