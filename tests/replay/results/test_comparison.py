@@ -53,6 +53,7 @@ def test_the_draws_of_a_quantile_are_those_of_drawing_every_request() -> None:
     assert short.std() == pytest.approx(long.std(), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, 5])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(runs: int) -> None:
     """Of 200 experiments at least 9 in 10, for 95 %: five runs are few, and each is a little faster or slower."""

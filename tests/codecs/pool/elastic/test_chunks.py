@@ -20,6 +20,7 @@ CHUNK = 4
 # --- how a budget is cut -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.integers(0, 400), st.integers(1, 100), st.integers(1, 9))
 def test_p5_chunks_never_exceed_the_budget(nbytes: int, wanted: int, granularity: int) -> None:
     positions, chunk = divided(nbytes, wanted, granularity)
@@ -74,6 +75,7 @@ def fewest(free: list[Range], absent: list[int], size: int) -> int | None:
     return min(costs, default=None)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     st.lists(st.sampled_from("amr"), min_size=POSITIONS, max_size=POSITIONS),
