@@ -38,7 +38,7 @@ audit: $(STAMP)  ## known vulnerabilities of what is installed, asked of PyPI
 test: check  ## check, then every test
 	$(BIN)/python -m pytest -n 3
 
-test-fast: $(STAMP)  ## the tests that start no process and take under two seconds: all parts, within a minute
+test-fast: $(STAMP)  ## the tests that start no process and are not slow: all parts, in about a minute
 	$(BIN)/python -m pytest -n 2 -m "not processes and not slow and not gpu"
 
 bench: $(STAMP)  ## the floors of docs/performance.md, measured here

@@ -87,6 +87,9 @@ def _bind(listener: socket.socket, name: bytes) -> None:
             log.warning("name_not_claimed", problem=f"its holder does not say who it is: {problem.strerror}")
             return
         if holder.uid == os.geteuid():
+            if _has_ended(holder.pid):  # its sockets are about to go
+                time.sleep(RETRY_S)
+                continue
             raise Claimed(holder)
         log.warning("name_not_claimed", problem=f"{holder} of user {holder.uid} holds it", remedy=_REMEDY)
         return
@@ -100,6 +103,17 @@ def _holder(name: bytes) -> Holder:
         asking.connect(name)
         pid, uid, _ = _CREDENTIALS.unpack(asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Holder(pid, uid)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        if pid:
+            os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 _REMEDY = "ask that user to end it, or set runtime_dir; until then the lock file alone keeps a second one out"

@@ -42,6 +42,12 @@ TOLD = ("requests_ok", "requests_failed", "requests_busy")
 LINGER_S = 0.2  #: for a peer to take our last messages, where a process is cancelled
 #: Messages of a request, each for one life of its receiver.
 OF_REQUESTS = wire.Encode | wire.Admit | wire.Embeddings | wire.Cancel | wire.Collected | wire.Done | wire.Failed
+#: Which of them a stage takes from its peers; all others are refused, whoever they are for.
+TAKEN = {
+    "tokenizer": (wire.Collected, wire.Done, wire.Failed),
+    "encoder": (wire.Encode, wire.Cancel),
+    "scheduler": (wire.Admit, wire.Embeddings, wire.Cancel),
+}
 
 
 class Stage:
@@ -164,7 +170,8 @@ class Stage:
 
     def take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
         """Take a message of a peer, or count why not. What was sent to a former life of this process is dropped."""
-        if isinstance(message, OF_REQUESTS) and message.to != self.epoch:
+        taken = isinstance(message, TAKEN[self.origin.stage])
+        if taken and isinstance(message, OF_REQUESTS) and message.to != self.epoch:
             self.counters.count("mail_of_a_former_life")
         elif not self.work.take(message, frames) and not self.hear(message):
             article = "an" if self.origin.stage == "encoder" else "a"

@@ -110,6 +110,7 @@ def test_progress_goes_to_stderr_and_the_report_to_stdout(deployment: dict[str, 
     assert "requests done" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_deployment_started_for_a_replay_logs_no_line_per_request(deployment: dict[str, Any]) -> None:
     replayed("servegen.jsonl")
     assert deployment["settings"][-1] == "telemetry.log_level=warning"
@@ -234,6 +235,7 @@ def test_submit_needs_something_to_send(sent: dict[str, Any]) -> None:
 # --- which part of which trace -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_window_is_replayed_from_its_own_first_request(deployment: dict[str, Any], tmp_path: Path) -> None:
     """Duty 7 of a faithful replay: rebased after the window was cut."""
     result = replayed("azure_lmm.csv", "--start", "5.6s", "--end", "2024-10-15T12:00:07.4Z", "--out", tmp_path)
@@ -326,6 +328,7 @@ def test_strictly_rows_out_of_order_stop_a_run_before_it_starts(deployment: dict
     assert "client" not in deployment
 
 
+@pytest.mark.slow
 def test_the_image_model_is_chosen_and_said(deployment: dict[str, Any]) -> None:
     assert "22 images: size and picture (the trace has only their number), sizes as modserve" in " ".join(
         replayed("azure_lmm.csv").stdout.split()

@@ -101,6 +101,7 @@ def test_b31_an_inline_payload_that_lies_is_refused_before_anything_is_allocated
         open_inline(payload, frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("off", [0, 1, 2, 4, 8, 16, 32])
 def test_a_view_is_aligned_and_copied_only_where_it_must_be(dtype: str, off: int) -> None:

@@ -170,6 +170,7 @@ def test_the_encoders_benchmark_runs_to_its_table(tmp_path: Path) -> None:
     assert outcome.title in ran.stdout
 
 
+@pytest.mark.slow
 def test_ranks_are_judged_by_what_one_of_them_does() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
     from benchmarks.gpu_encoder import BARE, GPU, Contender, outcome_of

@@ -93,6 +93,7 @@ def test_a_message_of_the_corpus_gets_as_far_as_it_did(kept: dict[str, Any]) -> 
     taken_or_refused(frames)
 
 
+@pytest.mark.slow
 @quick
 @given(rng=st.randoms(use_true_random=False), data=st.data())
 def test_b27_whatever_is_done_to_a_message_it_is_taken_or_refused(rng: Random, data: st.DataObject) -> None:
@@ -121,6 +122,7 @@ def test_b31_a_deployment_file_of_the_corpus_is_refused(path: Path) -> None:
     assert not loads_or_says_why(path)
 
 
+@pytest.mark.slow
 @quick
 @given(rng=st.randoms(use_true_random=False), data=st.data())
 def test_a_deployment_file_that_is_damaged_loads_or_is_refused(

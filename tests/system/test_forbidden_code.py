@@ -94,6 +94,7 @@ def test_what_is_not_is_left_alone(code: str) -> None:
     assert not list(offences(code))
 
 
+@pytest.mark.slow
 def test_b28_nothing_makes_objects_or_code_of_bytes() -> None:
     found = [
         f"{path.relative_to(ROOT)} {offence}"
@@ -103,6 +104,7 @@ def test_b28_nothing_makes_objects_or_code_of_bytes() -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_the_exceptions_are_none_of_the_product() -> None:
     assert all((ROOT / name).is_file() for name in PICKLING)
     imported = {

@@ -96,6 +96,7 @@ def test_what_attaches_with_other_settings_is_refused_with_both_values(up: Path,
     assert tensorferry(*submit, *other).returncode == 2
 
 
+@pytest.mark.processes
 def test_a_deployment_of_text_alone_is_attached_to_with_the_file_it_was_started_with(tmp_path: Path) -> None:
     """It makes no pools, whatever transport its file names."""
     with tempfile.TemporaryDirectory(prefix="tf-") as runtime:

@@ -29,6 +29,7 @@ def series(kind: str, seed: int) -> list[float]:
     return list(100.0 + shapes[kind] + noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flat", "leak", "shrinks", "one step early", "spikes", "wave", "hardly"])
 def test_only_what_goes_up_for_good_and_by_more_than_matters_is_a_trend(kind: str) -> None:
     assert {trend(AT_S, series(kind, seed), matters=2.0).goes_up for seed in range(5)} == {kind == "leak"}

@@ -302,6 +302,7 @@ def test_b13_sixty_four_views_of_one_tensor_cost_what_they_show() -> None:
 # --- B30: what was sent and received ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_b30_fifty_megabytes_sent_inline_may_be_overwritten_at_once() -> None:
     """The receiver is slow: when it begins to read, most of the bytes have not left the sender's memory yet."""
     messages, nbytes = 3, 50 << 20

@@ -578,6 +578,7 @@ async def test_a_lease_that_is_never_written_is_said_to_be_late(
     assert host_shop.out() == 0, "both were given back"
 
 
+@pytest.mark.slow
 async def test_embeddings_that_cannot_be_copied_fail_their_request_alone(
     host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ async def test_a_peer_that_comes_later_gets_everything_in_order(context, address
     outbox.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_b19_a_cancelled_receive_loses_nothing(context, address, dropped, seed):
     count, dice = 10_000, random.Random(seed)
@@ -1001,6 +1002,7 @@ async def test_no_descriptor_is_left(home, dropped):
 # --- loops and cost -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_the_cost_of_a_small_message(address, dropped, loop, capsys):
     """Printed, not asserted: one process, both ends, CPU time of all its threads."""

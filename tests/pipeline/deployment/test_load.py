@@ -286,6 +286,7 @@ def test_a_byte_order_mark_and_crlf_are_fine(write, refusal):
     assert refusal(b"\xef\xbb\xbfname: a\r\nnodes: x\r\n").line == 2
 
 
+@pytest.mark.slow
 @given(
     st.binary(max_size=200) | st.text(st.sampled_from("ab:-?[]{}&*!|>'\"%@#,~01. \n\t\\"), max_size=60).map(str.encode)
 )

@@ -95,11 +95,18 @@ async def serving(work: Work, name: str = "encoder") -> AsyncIterator[Stage]:
                 yield stage
 
 
-async def test_a7_mail_of_a_former_life_is_dropped_and_counted() -> None:
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("tokenizer", (collected, done, failed)),
+        ("encoder", (encode, cancel)),
+        ("scheduler", (admit, embeddings, cancel)),
+    ],
+)
+async def test_a7_mail_of_a_former_life_is_dropped_and_counted(name: str, made: Sequence[Any]) -> None:
     """Also a report to an owner: its client has sent the request again, under the same id, so it is in flight here."""
     work = Noted()
-    async with serving(work) as stage:
-        made = (encode, admit, embeddings, cancel, done, failed, collected)
+    async with serving(work, name) as stage:
         for message in made:
             stage.take(message(stage.epoch ^ 1), [bytes(128)])
         assert (work.taken, stage.counters.value("mail_of_a_former_life")) == ([], len(made))

@@ -322,7 +322,7 @@ def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: s
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str, how: signal.Signals) -> None:
     """Ctrl-C reaches the replay as well, and SIGTERM is handed on to it; it reports, and no further run begins."""

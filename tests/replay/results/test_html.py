@@ -204,12 +204,14 @@ def test_the_same_run_makes_the_same_page(make_run: MakeRun, tmp_path: Path) -> 
     assert report(run) == report(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failed", [(), (0, 1, 2)])
 def test_a_run_of_failures_or_of_nothing_has_a_page(make_run: MakeRun, tmp_path: Path, failed: tuple[int, ...]) -> None:
     run = read_run(make_run(tmp_path, [10] * len(failed), failed=failed))
     assert "ok of" in read(report(run)).text
 
 
+@pytest.mark.slow
 def test_an_unscheduled_run_has_no_intended_times(make_run: MakeRun, tmp_path: Path) -> None:
     said = read(report(read_run(make_run(tmp_path, speed="max")))).text
     assert "from the send" in said
@@ -349,6 +351,7 @@ def test_the_schema_of_the_summary_is_documented() -> None:
     assert (DOCS / "summary.schema.json").read_bytes() == schema
 
 
+@pytest.mark.slow
 def test_the_pages_are_made_again_from_the_folder(make_run: MakeRun, tmp_path: Path) -> None:
     make_run(tmp_path)
     result = CliRunner().invoke(main, ["report", str(tmp_path)])

@@ -295,6 +295,7 @@ def prepared_from(trace: Trace, *, seed: int = 0) -> Preparation:
     return prepare(trace, load_photos(None), Processor(), TokenSource(1000, [0, 1], seed), seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["mooncake.jsonl", "servegen.jsonl", "azure_lmm.csv"])
 def test_the_same_file_and_seed_send_the_same_bytes(file: str) -> None:
     trace = load(Recording(DATA / "traces" / file))

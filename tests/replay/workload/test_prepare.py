@@ -101,6 +101,7 @@ def test_choices_are_the_same_in_every_process() -> None:
 # --- photos ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(1, 1), (28, 56), (500, 400), (2000, 30), (30, 2000), (65_500, 1), (3000, 3000)])
 def test_a_photo_becomes_a_jpeg_of_exactly_that_size(size: tuple[int, int]) -> None:
     for photo in load_photos(None):

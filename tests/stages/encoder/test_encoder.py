@@ -604,6 +604,7 @@ async def test_what_is_cancelled_while_it_is_awaited_is_not_sent(rank_of: Callab
     assert rank.failures == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank_of", [Queued], indirect=True)
 async def test_a_rank_that_is_stopped_waits_for_what_is_queued_and_gives_everything_back(
     rank_of: Callable[..., Rank],

@@ -223,6 +223,7 @@ def save(folder: Path, kind: str, config: str, values: dict[str, Any]) -> None:
     getattr(transformers, kind)(getattr(transformers, config)(**values)).save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "values", "said"),
     [

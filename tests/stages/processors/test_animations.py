@@ -267,6 +267,7 @@ def test_cut_anywhere_it_is_bad_media(kind: str) -> None:
         assert problem_of(data[:end]) != "accepted", end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_bytes_come_only_bad_media_is_raised(kind: str) -> None:
     data = animated(drawn(3, (16, 16)), kind)

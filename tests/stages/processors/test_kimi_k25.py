@@ -108,6 +108,7 @@ def test_reduced_images_are_near_those_of_transformers(theirs: Any, size: tuple[
 # --- the tensor ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "resized", "grid"),
     [

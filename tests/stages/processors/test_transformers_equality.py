@@ -45,6 +45,7 @@ def theirs(name: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl"])
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
 def test_images_are_bit_for_bit_those_of_the_pil_processor(name: str, path: Path) -> None:

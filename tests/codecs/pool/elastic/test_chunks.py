@@ -42,6 +42,7 @@ def fewest(free: list[Range], absent: list[int], size: int) -> int | None:
     return min(costs, default=None)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     st.lists(st.sampled_from("amr"), min_size=POSITIONS, max_size=POSITIONS),

@@ -1150,7 +1150,7 @@ async def test_r10_a_stage_s_next_look_finds_the_lost_context(
     monkeypatch.setattr(stage, "outlive", end)
     async with AsyncExitStack() as undo:
         with pytest.raises(asyncio.CancelledError):
-            await (await stage.serve(pool, undo))
+            await (await stage.hand_out(pool, undo))
     assert ended == [lost]
 
 
