@@ -24,6 +24,7 @@ How a picture becomes 8-bit RGB:
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,6 +54,9 @@ from tensorferry.stages.processors.image_headers.formats import read_container
 
 # Set once, before any thread decodes; the limit that holds is LimitsSpec.item_pixels.
 Image.MAX_IMAGE_PIXELS = None
+# Its debug lines repeat all that a file says of itself: 0.4 s for a TIFF of 16,000 strips, in a process that logs at
+# `debug`.
+logging.getLogger("PIL").setLevel(logging.WARNING)
 # A worker's decode threads are the deployment's choice; AVIF's decoder would add one for each core to each.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 

@@ -326,7 +326,8 @@ def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: s
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str, how: signal.Signals) -> None:
     """Ctrl-C reaches the replay as well, and SIGTERM is handed on to it; it reports, and no further run begins."""
-    program = "import sys; from tensorferry.cli.main import main; sys.exit(main())"
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored under `&`
+    program += "from tensorferry.cli.main import main; sys.exit(main())"
     asked = ["sweep", TRACE, "--config", LOCAL, "--repeat", "3", "--out", tmp_path / "out", "--set", "encoder.ranks=1"]
     asked += ["--set", "model.adapter=fingerprint", "--set", runtime, "--", "--speed", "0.00001"]
     with subprocess.Popen(

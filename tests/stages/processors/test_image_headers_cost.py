@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import logging
 import struct
 import tempfile
 import time
@@ -322,6 +323,13 @@ def test_looking_at_a_file_is_bounded_by_its_length(shape: str) -> None:
             assert attempt < TRIES - 1, f"{mib} MiB cost {cost:.3f} s of {bound:.3f} s ({outcome})"
         refusals = ("too many pieces", "not accepted", "truncated", "without a sequence header")
         assert outcome == "accepted" or any(refusal in outcome for refusal in refusals)
+
+
+def test_pillow_s_debug_lines_cost_nothing_in_a_process_that_logs_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    """They repeat all that a file says of itself."""
+    caplog.set_level(logging.DEBUG)
+    assert planned(memoryview(SHAPES["tiff, strips"](MIB))) == "accepted"
+    assert not [record for record in caplog.records if record.name.startswith("PIL")]
 
 
 def test_what_is_too_dear_is_the_files_own_fault_with_both_numbers() -> None:
