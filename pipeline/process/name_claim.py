@@ -81,14 +81,14 @@ def _bind(listener: socket.socket, name: bytes) -> None:
         try:
             holder = _holder(name)
         except ConnectionRefusedError:
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_S)  # the kernel tells nobody when a name can be had; no event loop runs yet
             continue
         except OSError as problem:
             log.warning("name_not_claimed", problem=f"its holder does not say who it is: {problem.strerror}")
             return
         if holder.uid == os.geteuid():
             if _has_ended(holder.pid):  # its sockets are about to go
-                time.sleep(RETRY_S)
+                time.sleep(RETRY_S)  # as above
                 continue
             raise Claimed(holder)
         log.warning("name_not_claimed", problem=f"{holder} of user {holder.uid} holds it", remedy=_REMEDY)
