@@ -198,7 +198,8 @@ class Driver:
 
     def ipc_export(self, pointer: int) -> bytes:
         """The handle of a whole allocation. It cannot be opened in the process that exported it."""
-        return ctypes.string_at(self.call("cuIpcGetMemHandle", pointer).getPtr(), IPC_HANDLE_NBYTES)
+        handle = self.call("cuIpcGetMemHandle", pointer)  # owns the bytes: it must live until they are copied
+        return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
     def ipc_open(self, handle: bytes) -> int:
         """Map another process's allocation under the current device, a peer of its own included."""
