@@ -4,18 +4,23 @@ A message is one msgpack array: an integer tag, then the fields in the order bel
 frames that inline payloads point at. Structs are frozen, carry no behaviour, and are strict: unknown tags,
 extra fields and wrong types are refused, and every number has a range. Whether a payload's dtype, shape and
 bytes agree is checked where it is opened, still before anything is allocated: a lie there fails its own request,
-and the leases of the message's other payloads, and its own, come back. Request ids are 16 bytes, content hashes
-16; token ids are little-endian int32 bytes; times are CLOCK_MONOTONIC nanoseconds of the sender's node.
+and the leases of the message's other payloads, and its own, come back. Request ids are 16 bytes, content hashes 32.
+Token ids are little-endian int32 bytes. Times are CLOCK_MONOTONIC nanoseconds of the sender's node. A deadline is the
+time that is left when the message is sent, in milliseconds, and its receiver counts from arrival.
+
+Version 2 is the last one that changes a struct. From then on a new kind of message is sent only to peers whose
+`Hello.capabilities` or `Welcome.capabilities` name it, and leaves the version as it is.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SENDINGS = 256  #: of one submission, by its owner
 MAX_OUTPUT_TOKENS = 1 << 20  #: of one request
 MOST_CONSUMERS, MOST_USES = 1024, 65536  #: of one lease, and releases of it by one consumer
@@ -31,6 +36,11 @@ MOST_TEXT = 1 << 22  #: characters of a part
 MOST_TOKENS_NBYTES = 1 << 24  #: of a part
 MOST_FRAMES = 65535  #: of a video
 MOST_RANKS = 1024  #: of one assignment, or one attention group
+MOST_FEATURES = 16  #: named tensors that an encoder reads of one item
+MOST_STOPS = 64  #: texts, or token ids, that end an answer
+MOST_TOP = 20  #: alternatives whose probability is told, of each token
+MOST_DELTA_TOKENS = 4096  #: in one message
+MOST_TENANT = 128  #: characters
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -40,15 +50,23 @@ Serial = Annotated[int, Meta(ge=1, lt=1 << 32)]  #: of a chunk; no other of its 
 Serials = Annotated[tuple[Serial, ...], Meta(max_length=MOST_TOLD)]
 Named = Annotated[tuple[tuple[Index, Generation], ...], Meta(max_length=MOST_TOLD)]  #: leases: slot and generation
 Nonce = Annotated[int, Meta(ge=1, le=LAST_NONCE)]  #: random, never 0: one life of a process, or one pool
+Natural = Annotated[int, Meta(ge=0, le=LAST_NONCE)]
 Life = Annotated[int, Meta(ge=0, le=LAST_NONCE)]  #: the epoch of a process, or 0: a client, which has none
 Submission = Annotated[int, Meta(ge=0, lt=1 << 23)]  #: how often a client has sent a request before
 #: Orders what was sent of a request: its submission times `SENDINGS`, and how often its owner has sent it before.
 Attempt = Index
 RequestId = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]  #: left when the message is sent
+TokenIds = Annotated[bytes, Meta(max_length=MOST_TOKENS_NBYTES)]  #: int32, little endian, 4 bytes each
+TokenId = Index
+Tenant = Annotated[str, Meta(max_length=MOST_TENANT)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]  #: lower ones are served first
+Finish = Annotated[str, Meta(max_length=MOST_NAME)]  #: why an answer ended: stop, length, ...; empty: not said
 Name = Annotated[str, Meta(min_length=1, max_length=MOST_NAME)]
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
+Answer = Annotated[str, Meta(max_length=1 << 24)]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=8)]
 Dtype = Annotated[int, Meta(ge=0, lt=256)]  #: a code of `tensors.DTYPES`, its place in that table
 # What is many in a message is bounded: a header of 32 MiB, full of the smallest of something, would take ten times its
@@ -57,7 +75,10 @@ Capabilities = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Gauges = Annotated[tuple["Gauge", ...], Meta(max_length=256)]
 Marks = Annotated[tuple["Mark", ...], Meta(max_length=2048)]
 Ranks = Annotated[tuple["Rank", ...], Meta(max_length=MOST_RANKS)]
+Logprobs = Annotated[tuple["TokenLogprob", ...], Meta(max_length=MAX_OUTPUT_TOKENS)]
 Grid = tuple[Index, Index, Index]  #: patches along time, height, width
+#: Frames a second, exactly: numerator and denominator, such as (30000, 1001). A numerator of 0: not known.
+Rate = tuple[Index, Generation]
 #: W3C's traceparent as bytes: trace id 16, span id 8, flags 1 (see `pipeline/telemetry/traceparent.py`).
 TraceContext = Annotated[bytes, Meta(min_length=25, max_length=25)]
 
@@ -93,8 +114,8 @@ class Inline(Wire, frozen=True, tag=2):
 Payload = Proxy | Inline
 
 
-class Output(Wire, frozen=True):
-    """One named tensor an encoder made of an item."""
+class Tensor(Wire, frozen=True):
+    """One named tensor of an item: a feature that an encoder reads, or an output that it made."""
 
     name: Name
     payload: Payload
@@ -128,6 +149,10 @@ class Hello(Wire, frozen=True, tag=10):
     origin: Origin
     inbox: Address
     capabilities: Capabilities = ()
+    #: Of the machine's present boot (Linux's boot_id): processes of the same one can share memory. Empty: not said.
+    boot: Annotated[bytes, Meta(max_length=16)] = b""
+    #: A digest of the settings that every process of a deployment must agree on. Empty: not said.
+    deployment: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class Welcome(Wire, frozen=True, tag=11):
@@ -170,6 +195,8 @@ class Heartbeat(Wire, frozen=True, tag=14):
 
 
 class Member(Wire, frozen=True):
+    """One process as the tokenizer knows it; the tokenizer itself is the first."""
+
     stage: Name
     rank: Index
     epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  #: 0: never seen
@@ -259,7 +286,7 @@ class TextPart(Wire, frozen=True, tag=1):
 
 
 class TokensPart(Wire, frozen=True, tag=2):
-    ids: Annotated[bytes, Meta(max_length=MOST_TOKENS_NBYTES)]  #: int32, little endian
+    ids: TokenIds
 
 
 class ImagePart(Wire, frozen=True, tag=3):
@@ -273,7 +300,7 @@ class VideoPart(Wire, frozen=True, tag=4):
 
     first: Annotated[int, Meta(ge=0, lt=65536)]
     count: Annotated[int, Meta(ge=1, le=MOST_FRAMES)]
-    frames_per_1000_s: Index = 0  #: 0: not known
+    rate: Rate = (0, 1)
 
 
 class AnimationPart(Wire, frozen=True, tag=5):
@@ -285,20 +312,67 @@ class AnimationPart(Wire, frozen=True, tag=5):
 class EmbeddingsPart(Wire, frozen=True, tag=6):
     """An item whose embeddings were made elsewhere, and which no encoder sees; `embeddings`, (rows, width), first."""
 
-    outputs: Annotated[tuple[Output, ...], Meta(min_length=1, max_length=MOST_PRECOMPUTED)]  #: inline, all of them
+    outputs: Annotated[tuple[Tensor, ...], Meta(min_length=1, max_length=MOST_PRECOMPUTED)]  #: inline, all of them
     modality: Name = "image"  #: image or video: whose placeholders stand for it
 
 
-Part = TextPart | TokensPart | ImagePart | VideoPart | AnimationPart | EmbeddingsPart
+class AudioPart(Wire, frozen=True, tag=7):
+    """An encoded sound (WAV, FLAC, ...), one item: frame `frame` of this message."""
+
+    frame: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+class VideoFilePart(Wire, frozen=True, tag=8):
+    """An encoded video file (MP4, ...) with its own timing, one item: frame `frame` of this message."""
+
+    frame: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+class ImageRef(Wire, frozen=True, tag=9):
+    """An image that the deployment has seen before: the SHA-256 of its file."""
+
+    file_hash: Hash
+
+
+Part = (
+    TextPart | TokensPart | ImagePart | VideoPart | AnimationPart | EmbeddingsPart
+    | AudioPart | VideoFilePart | ImageRef
+)  # fmt: skip
+
+
+class Sampling(Wire, frozen=True):
+    """How an engine chooses the tokens of an answer. The defaults choose the likeliest one, always."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Index = 0  #: 0: all tokens
+    seed: Natural | None = None
+    stop: Annotated[tuple[Name, ...], Meta(max_length=MOST_STOPS)] = ()
+    stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MOST_STOPS)] = ()
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] = 0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    logprobs: Annotated[int, Meta(ge=-1, le=MOST_TOP)] = -1  #: alternatives to tell of each token; -1: no probability
+    adapter: Annotated[str, Meta(max_length=MOST_TENANT)] = ""  #: a LoRA adapter's name; empty: the model itself
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"`{name}` is {getattr(self, name)}, which is no number")
 
 
 class Submit(Wire, frozen=True, tag=30):
     request: RequestId
     attempt: Submission
     parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=MOST_PARTS)]
-    output_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
-    deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)]  #: from receipt; afterwards the request fails
+    output_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]  #: of the answer, at most
+    deadline_ms: Milliseconds  #: afterwards the request fails
     context: TraceContext | None = None  #: the client's
+    sampling: Sampling | None = None  #: None: the defaults
+    stream: bool = False  #: send a `Delta` as soon as there are tokens, and the `Result` after them all the same
+    priority: Priority = 0
+    tenant: Tenant = ""  #: whose request it is; tenants share an engine fairly
 
 
 class Mark(Wire, frozen=True):
@@ -320,6 +394,13 @@ class ItemReport(Wire, frozen=True):
     digest: Annotated[bytes, Meta(max_length=64)]  #: what the engine made of its embeddings; empty from most
 
 
+class TokenLogprob(Wire, frozen=True):
+    """The logarithm of the probability that a token of an answer had, and of the likeliest alternatives."""
+
+    logprob: float
+    top: Annotated[tuple[tuple[TokenId, float], ...], Meta(max_length=MOST_TOP)] = ()
+
+
 class Result(Wire, frozen=True, tag=31):
     request: RequestId
     attempt: Submission
@@ -327,7 +408,11 @@ class Result(Wire, frozen=True, tag=31):
     output_tokens: Count
     items: Annotated[tuple[ItemReport, ...], Meta(max_length=MOST_ITEMS)]
     marks: Marks
-    token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: the answer, as in TokensPart; often empty
+    token_ids: TokenIds = b""  #: the answer, all of it; often empty
+    text: Answer = ""  #: the answer, where the engine makes it text
+    finish: Finish = ""
+    cached_tokens: Count = 0  #: of the prompt, which the engine had computed before
+    logprobs: Logprobs = ()  #: one per token, if they were asked for
 
 
 class Failure(Wire, frozen=True):
@@ -383,6 +468,15 @@ class Rank(Wire, frozen=True):
     epoch: Nonce
 
 
+class PlacedItem(Wire, frozen=True):
+    """What an engine must know of an item besides its embeddings."""
+
+    modality: Name  #: image, video or audio
+    grid: Grid  #: (0, 0, 0): not known, its embeddings came with the request
+    content_hash: Hash
+    spans: Annotated[tuple[Span, ...], Meta(min_length=1, max_length=MOST_FRAMES)]  #: as many tokens as it has rows
+
+
 class Admit(Wire, frozen=True, tag=40):
     """A request comes: its tokens, and which items' embeddings to wait for."""
 
@@ -391,11 +485,15 @@ class Admit(Wire, frozen=True, tag=40):
     to: Nonce
     owner: Origin
     schedulers: Ranks  #: the attention group, in order
-    token_ids: Annotated[bytes, Meta(max_length=1 << 24)]
-    spans: Annotated[tuple[Span, ...], Meta(max_length=MOST_ITEMS)]  #: one per item, in order
-    output_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
-    deadline_ns: Nanoseconds  #: of the owner's clock
+    token_ids: TokenIds
+    items: Annotated[tuple[PlacedItem, ...], Meta(max_length=MOST_ITEMS)]  #: all of the request, in order
+    output_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
+    deadline_ms: Milliseconds
     context: TraceContext | None = None  #: the request's own, or its client's
+    sampling: Sampling | None = None  #: this and what follows, as in Submit
+    stream: bool = False
+    priority: Priority = 0
+    tenant: Tenant = ""
 
 
 class Item(Wire, frozen=True):
@@ -403,7 +501,8 @@ class Item(Wire, frozen=True):
     grid: Grid  #: their product is the number of patches; 0: nobody encodes it, its embeddings came with the request
     rows: Count  #: placeholder tokens, so rows of its embeddings
     content_hash: Hash
-    payload: Payload | None  #: None unless the receiver owns the item
+    #: By name, such as pixel values; of one lease, if they are proxies. Empty unless the receiver owns the item.
+    features: Annotated[tuple[Tensor, ...], Meta(max_length=MOST_FEATURES)]
 
 
 class Encode(Wire, frozen=True, tag=41):
@@ -416,16 +515,18 @@ class Encode(Wire, frozen=True, tag=41):
     encoders: Ranks  #: every rank of the assignment, in order
     schedulers: Ranks  #: who gets the embeddings
     items: Annotated[tuple[Item, ...], Meta(max_length=MOST_ITEMS)]  #: all of the request, in order
-    deadline_ns: Nanoseconds
+    deadline_ms: Milliseconds
     #: These alone are assigned: their first owners are gone. None: all are.
     anew: Annotated[tuple[Index, ...], Meta(max_length=MOST_ITEMS)] = ()
     context: TraceContext | None = None  #: as in Admit
+    #: The place in `encoders` of each assigned item, where the owner of the request chose. Empty: it is computed.
+    owners: Annotated[tuple[Index, ...], Meta(max_length=MOST_ITEMS)] = ()
 
 
 class Embedding(Wire, frozen=True):
     index: Index
     rows: Count
-    outputs: Annotated[tuple[Output, ...], Meta(max_length=MOST_OUTPUTS)]
+    outputs: Annotated[tuple[Tensor, ...], Meta(max_length=MOST_OUTPUTS)]
 
 
 class Embeddings(Wire, frozen=True, tag=42):
@@ -448,7 +549,25 @@ class Done(Wire, frozen=True, tag=43):
     #: One per item, in order.
     digests: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=MOST_ITEMS)]
     marks: Marks
-    token_ids: Annotated[bytes, Meta(max_length=1 << 24)] = b""  #: as in Result
+    token_ids: TokenIds = b""  #: this and what follows, as in Result
+    text: Answer = ""
+    finish: Finish = ""
+    cached_tokens: Count = 0
+    logprobs: Logprobs = ()
+
+
+class Delta(Wire, frozen=True, tag=45):
+    """A stretch of an answer, as soon as the engine has made it: scheduler to owner, owner to client."""
+
+    request: RequestId
+    attempt: Attempt  #: to a client: the submission
+    to: Life  #: 0 to a client
+    first: Annotated[int, Meta(ge=0, lt=MAX_OUTPUT_TOKENS)]  #: how many tokens of the answer come before these
+    token_ids: Annotated[bytes, Meta(min_length=4, max_length=4 * MOST_DELTA_TOKENS)]
+    #: When the engine gave out each, of the clock of its node.
+    at_ns: Annotated[tuple[Nanoseconds, ...], Meta(min_length=1, max_length=MOST_DELTA_TOKENS)]
+    text: Answer = ""  #: what they add to the text: empty while a character is incomplete
+    logprobs: Annotated[tuple[TokenLogprob, ...], Meta(max_length=MOST_DELTA_TOKENS)] = ()
 
 
 class Collected(Wire, frozen=True, tag=44):
@@ -464,5 +583,5 @@ Message = (
     Hello | Welcome | Pool | Ready | Heartbeat | Members | Chunks | Retired | Released | Confirmed | Withdrawn
     | Drain | Drained
     | Submit | Result | Failed | Busy | Cancel | Admit | Encode | Embeddings | Done
-    | Collected
+    | Collected | Delta
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 `python tests/vectors/make.py` after a change of the protocol; a test fails while the file is out of date. The
 bytes come from the codec, and the tests decode them and compare with the fields beside them, which are what a
-reader of `docs/protocol.md` would expect. Numbers go up to 2^63-1: read them as 64-bit integers.
+reader of `docs/protocol.md` would expect. An integer beyond 2^53-1, which a reader of JSON may round, is text in
+decimal: `{"int64": "9223372036854775807"}`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from tensorferry.codecs.tensors import CODES
 FILE = Path(__file__).with_name("messages.json")
 
 REQUEST = bytes(range(16))
-CONTENT = bytes(range(240, 256))
+CONTENT = bytes(range(224, 256))
 LARGEST = (1 << 63) - 1
+EXACT_IN_JSON = (1 << 53) - 1
 #: The traceparent of W3C's own example: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01.
 CONTEXT = bytes.fromhex("0af7651916cd43dd8448eb211c80319cb7ad6b716920333101")
 
@@ -34,12 +36,17 @@ PROXY = wire.Proxy(0x7ABBCCDDEEFF0011, 4095, LARGEST >> 32, 1 << 30, CODES["floa
 SHARED = wire.Proxy(0x7ABBCCDDEEFF0011, 0, 1, 0, CODES["bfloat16"], (), 2, 3)
 INLINE = wire.Inline(0, CODES["uint8"], (0, 3, 224, 224))
 MARK = wire.Mark("received", 31_535_999_000_000_000)
+ANSWER = b"\x01\0\0\0\xff\xff\0\0"
+SAMPLING = wire.Sampling(0.7, 0.95, 40, LARGEST, ("\n\n",), (2,), 1, 0.5, -0.5, 1.25, 2, "poems")
 
 MESSAGES: dict[str, wire.Message] = {
-    "hello": wire.Hello(1, TOKENIZER, "ipc:///run/user/1000/tensorferry/local/tokenizer-0", ("pool",)),
-    "hello, nothing offered": wire.Hello(1, CLIENT, "ipc:///run/client"),
-    "welcome": wire.Welcome(1, ENCODER, TOKENIZER.epoch, ("pool",)),
-    "welcome, refused": wire.Welcome(2, ENCODER, TOKENIZER.epoch, (), "protocol version 1; encoder speaks 2"),
+    "hello": wire.Hello(2, TOKENIZER, "ipc:///run/user/1000/tensorferry/local/tokenizer-0", ("pool",)),
+    "hello, nothing offered": wire.Hello(2, CLIENT, "ipc:///run/client"),
+    "hello, from a known machine": wire.Hello(
+        2, ENCODER, "tcp://10.0.0.2:5557", ("pool", "delta"), bytes(range(16)), bytes(range(32))
+    ),
+    "welcome": wire.Welcome(2, ENCODER, TOKENIZER.epoch, ("pool",)),
+    "welcome, refused": wire.Welcome(3, ENCODER, TOKENIZER.epoch, (), "protocol version 2; encoder speaks 3"),
     "pool": wire.Pool(TOKENIZER, wire.PoolDescription(PROXY.pool, "host", 256 << 20, 4096), "/run/broker"),
     "pool, elastic": wire.Pool(
         TOKENIZER, wire.PoolDescription(PROXY.pool, "cuda_vmm", 1 << 30, 4096, 64 << 20), "/run/broker"
@@ -70,18 +77,27 @@ MESSAGES: dict[str, wire.Message] = {
         128,
         30_000,
     ),
-    "submit, a video": wire.Submit(REQUEST, 0, (wire.VideoPart(0, 12, 29_970), wire.VideoPart(12, 2)), 16, 1000),
+    "submit, a video": wire.Submit(
+        REQUEST, 0, (wire.VideoPart(0, 12, (30_000, 1001)), wire.VideoPart(12, 2)), 16, 1000
+    ),
     "submit, embeddings": wire.Submit(
         REQUEST,
         0,
         (
-            wire.EmbeddingsPart((wire.Output("embeddings", wire.Inline(0, CODES["bfloat16"], (64, 4096))),)),
-            wire.EmbeddingsPart((wire.Output("embeddings", INLINE), wire.Output("deepstack", INLINE)), "video"),
+            wire.EmbeddingsPart((wire.Tensor("embeddings", wire.Inline(0, CODES["bfloat16"], (64, 4096))),)),
+            wire.EmbeddingsPart((wire.Tensor("embeddings", INLINE), wire.Tensor("deepstack", INLINE)), "video"),
         ),
         16,
         1000,
     ),
     "submit, of a trace": wire.Submit(REQUEST, 0, (wire.TextPart("hello"),), 16, 1000, CONTEXT),
+    "submit, of a tenant, to be streamed": wire.Submit(
+        REQUEST, 0, (wire.TextPart("hello"),), 16, 1000, None, wire.Sampling(), True, -1, "team-7"
+    ),
+    "submit, sampled": wire.Submit(REQUEST, 0, (wire.TextPart("hello"),), 16, 1000, None, SAMPLING),
+    "submit, a sound, a video file and a known image": wire.Submit(
+        REQUEST, 0, (wire.AudioPart(0), wire.VideoFilePart(1), wire.ImageRef(CONTENT)), 16, 1000
+    ),
     "submit, an animated file": wire.Submit(REQUEST, 0, (wire.AnimationPart(0),), 16, 1000),
     "result": wire.Result(
         REQUEST,
@@ -91,7 +107,21 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.ItemReport(2, (1, 32, 32), 256, "shm", 4_816_896, b"\xde\xad"),),
         (MARK, wire.Mark("answered", LARGEST)),
     ),
-    "result, with its answer": wire.Result(REQUEST, 0, 5, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"),
+    "result, with its answer": wire.Result(
+        REQUEST,
+        0,
+        5,
+        2,
+        (),
+        (MARK,),
+        ANSWER,
+        "Hi 🛳",
+        "stop",
+        4,
+        (wire.TokenLogprob(-0.5, ((1, -0.5), (7, -2.25))),) * 2,
+    ),
+    "delta, to its owner": wire.Delta(REQUEST, 513, TOKENIZER.epoch, 0, ANSWER, (MARK.at_ns, LARGEST), "Hi"),
+    "delta": wire.Delta(REQUEST, 2, 0, 2, b"\x01\0\0\0", (LARGEST,), "", (wire.TokenLogprob(-0.5),)),
     "failed": wire.Failed(REQUEST, 1, wire.Failure("BadItem", "item 3: no image", TOKENIZER, 3)),
     "failed, worth a retry": wire.Failed(REQUEST, 1, wire.Failure("PeerGone", "encoder-2: died", ENCODER, -1, True)),
     "busy": wire.Busy(REQUEST, 0, 200, "256 requests in flight (limits.in_flight_requests)"),
@@ -107,15 +137,40 @@ MESSAGES: dict[str, wire.Message] = {
         TOKENIZER,
         (wire.Rank(1, SCHEDULER.epoch),),
         b"\x01\0\0\0" * 3,
-        (wire.Span(1, 2),),
+        (wire.PlacedItem("image", (1, 2, 4), CONTENT, (wire.Span(1, 2),)),),
         128,
-        31_536_000_000_000_000,
+        30_000,
+    ),
+    "admit, a video in two pieces, to be streamed": wire.Admit(
+        REQUEST,
+        0,
+        SCHEDULER.epoch,
+        TOKENIZER,
+        (wire.Rank(1, SCHEDULER.epoch),),
+        b"\x01\0\0\0" * 4,
+        (wire.PlacedItem("video", (2, 2, 2), CONTENT, (wire.Span(0, 1), wire.Span(2, 1))),),
+        128,
+        30_000,
+        None,
+        SAMPLING,
+        True,
+        1,
+        "team-7",
     ),
     "admit, text only": wire.Admit(
-        REQUEST, 0, SCHEDULER.epoch, TOKENIZER, (wire.Rank(1, SCHEDULER.epoch),), b"\x01\0\0\0", (), 0, LARGEST
+        REQUEST, 0, SCHEDULER.epoch, TOKENIZER, (wire.Rank(1, SCHEDULER.epoch),), b"\x01\0\0\0", (), 0, 86_400_000
     ),
     "admit, with a context": wire.Admit(
-        REQUEST, 0, SCHEDULER.epoch, TOKENIZER, (wire.Rank(1, SCHEDULER.epoch),), b"\x01\0\0\0", (), 0, LARGEST, CONTEXT
+        REQUEST,
+        0,
+        SCHEDULER.epoch,
+        TOKENIZER,
+        (wire.Rank(1, SCHEDULER.epoch),),
+        b"\x01\0\0\0",
+        (),
+        0,
+        86_400_000,
+        CONTEXT,
     ),
     "encode": wire.Encode(
         REQUEST,
@@ -125,11 +180,11 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.Rank(0, 5), wire.Rank(2, ENCODER.epoch)),
         (wire.Rank(1, SCHEDULER.epoch),),
         (
-            wire.Item("image", (1, 32, 32), 256, CONTENT, PROXY),
-            wire.Item("image", (1, 2, 2), 1, CONTENT, INLINE),
-            wire.Item("video", (4, 32, 32), 1024, CONTENT, None),
+            wire.Item("image", (1, 32, 32), 256, CONTENT, (wire.Tensor("pixels", PROXY),)),
+            wire.Item("image", (1, 2, 2), 1, CONTENT, (wire.Tensor("pixels", INLINE), wire.Tensor("sizes", INLINE))),
+            wire.Item("video", (4, 32, 32), 1024, CONTENT, ()),
         ),
-        31_536_000_000_000_000,
+        30_000,
     ),
     "encode, anew": wire.Encode(
         REQUEST,
@@ -139,26 +194,40 @@ MESSAGES: dict[str, wire.Message] = {
         (wire.Rank(2, ENCODER.epoch),),
         (wire.Rank(1, SCHEDULER.epoch),),
         (
-            wire.Item("image", (1, 32, 32), 256, CONTENT, None),
-            wire.Item("image", (1, 2, 2), 1, CONTENT, INLINE),
+            wire.Item("image", (1, 32, 32), 256, CONTENT, ()),
+            wire.Item("image", (1, 2, 2), 1, CONTENT, (wire.Tensor("pixels", INLINE), wire.Tensor("sizes", INLINE))),
         ),
-        31_536_000_000_000_000,
+        30_000,
         (1,),
     ),
-    "encode, with a context": wire.Encode(
-        REQUEST, 0, ENCODER.epoch, TOKENIZER, (), (), (), 31_536_000_000_000_000, (), CONTEXT
+    "encode, to owners that were chosen": wire.Encode(
+        REQUEST,
+        0,
+        ENCODER.epoch,
+        TOKENIZER,
+        (wire.Rank(0, 5), wire.Rank(2, ENCODER.epoch)),
+        (wire.Rank(1, SCHEDULER.epoch),),
+        (
+            wire.Item("image", (1, 32, 32), 256, CONTENT, ()),
+            wire.Item("image", (1, 2, 2), 1, CONTENT, (wire.Tensor("pixels", INLINE),)),
+        ),
+        30_000,
+        (),
+        None,
+        (0, 1),
     ),
+    "encode, with a context": wire.Encode(REQUEST, 0, ENCODER.epoch, TOKENIZER, (), (), (), 30_000, (), CONTEXT),
     "embeddings": wire.Embeddings(
         REQUEST,
         0,
         SCHEDULER.epoch,
         ENCODER,
-        (wire.Embedding(0, 256, (wire.Output("last", SHARED), wire.Output("deepstack_0", INLINE))),),
+        (wire.Embedding(0, 256, (wire.Tensor("last", SHARED), wire.Tensor("deepstack_0", INLINE))),),
         (MARK,),
     ),
     "done": wire.Done(REQUEST, 0, TOKENIZER.epoch, SCHEDULER, 128, (b"", b"\xbe\xef"), (MARK,)),
     "done, with its answer": wire.Done(
-        REQUEST, 0, TOKENIZER.epoch, SCHEDULER, 2, (), (MARK,), b"\x01\0\0\0\xff\xff\0\0"
+        REQUEST, 0, TOKENIZER.epoch, SCHEDULER, 2, (), (MARK,), ANSWER, "Hi 🛳", "length", 4
     ),
     "collected": wire.Collected(REQUEST, 0, TOKENIZER.epoch, SCHEDULER),
 }
@@ -186,6 +255,10 @@ REFUSED: dict[str, bytes] = {
     "cut off": b"\x92\x13\x93\xa7enc",
     "something after the end": b"\x92\x13\x93\xa7encoder\x02\x01\xc0",
     "an array said to have 2^32-1 elements": b"\x93\x11\x01\xdd\xff\xff\xff\xff",
+    "a temperature that is no number": b"\x98\x1e\xc4\x10"
+    + bytes(16)
+    + b"\x00\x91\x92\x01\xa1x\x10\x01\xc0"
+    + b"\x91\xcb\x7f\xf8\0\0\0\0\0\0",
     "a pickle": b"\x80\x04cos\nsystem\n\x8c\x04true\x85R.",
 }
 
@@ -199,6 +272,8 @@ def fields_of(value: Any) -> Any:
         return [fields_of(element) for element in value]
     if isinstance(value, bytes):
         return {"hex": value.hex()}
+    if isinstance(value, int) and value > EXACT_IN_JSON:
+        return {"int64": str(value)}
     return value
 
 

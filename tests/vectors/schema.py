@@ -54,8 +54,10 @@ def _name(kind: inspect.Type, lines: dict[str, str]) -> str:
             return " | ".join(f'"{value}"' for value in values)
         case inspect.BytesType(min_length=low, max_length=high):
             return f"bytes {high}" if low == high else f"bytes {low or 0}..{high}"
-        case inspect.FloatType():
+        case inspect.FloatType(le=None):
             return "float64"
+        case inspect.FloatType(ge=low, gt=above, le=high):
+            return f"float64 over {above:g}..{high:g}" if low is None else f"float64 {low:g}..{high:g}"
         case inspect.BoolType():
             return "bool"
         case inspect.NoneType():
