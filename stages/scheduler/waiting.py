@@ -1,8 +1,8 @@
 """What waits for an engine: by priority, and inside one priority fair between tenants by the work that they ask for.
 
 Self-clocked fair queueing: each tenant's requests lie on a line of virtual time, as long as their costs, and the one
-that ends first is next. The present is where the request that was taken last ends. A tenant that has nothing waiting saves
-nothing up: its next request starts at the present.
+that ends first is next. The present is where the request that was taken last ends. A tenant that has nothing waiting
+saves nothing up: its next request starts at the present.
 
 Source: Golestani: A Self-Clocked Fair Queueing Scheme for Broadband Applications (INFOCOM 1994).
 """

@@ -77,6 +77,11 @@ class TextEncoder:
             raise bad_config("tokenizer.vocabulary", f"{name} is not a tokenizer.json: {problem}") from None
         return cls(tokenizer, name)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The library's own, for decoding."""
+        return self._tokenizer
+
     def special_ids(self) -> Ids:
         """The ids below `size` that stand for no text, ascending: of placeholders and all other added or special
         tokens, of what is named like a control token, such as `</s>`, and those that no token has."""
