@@ -6,7 +6,7 @@ With both, `submit` is used.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -111,7 +111,7 @@ class StreamingEngine(Protocol):
         """Become able to answer, within `timeouts.start_s`. The event loop runs on meanwhile. Raises ConfigError,
         EngineDied."""
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    def submit(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """The answer, as an async generator. Nothing happens before its first step.
 
         It is closed (`aclose`) when nobody waits for the answer any more: cancelled, or past its deadline. The engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from hashlib import blake2b
 from typing import Annotated
 
@@ -50,7 +50,7 @@ class Paced:
     async def close(self) -> None:
         """Nothing to leave behind."""
 
-    async def submit(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    async def submit(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """Raises BadRequest for a field of `sampling` other than seed, stop_ids and logprobs."""
         asked = request.sampling
         known = Sampling(seed=asked.seed, stop_ids=asked.stop_ids, logprobs=asked.logprobs)
