@@ -401,25 +401,20 @@ class Encoder:
                 for item in made
             )
             message = wire.Embeddings(job.request, job.attempt, peer.epoch, self._stage.origin, items, marks)
-            self._post(peer, message, frames, made)
+            drafts = (draft for item in made for draft in item.outputs.values())
+            Draft.send_all(drafts, peer.column, partial(self._post, peer, message, frames))
             self._sent[peer.rank].append(_named(job))
         nbytes = sum(draft.nbytes for item in made for draft in item.outputs.values())
         log.debug("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
 
-    def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer], made: Sequence[Made]) -> None:
+    def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer]) -> None:
         nbytes, most = sum(map(len, frames)), self._stage.limits.inline_nbytes
-        try:
-            if nbytes > most:  # its receiver would break the connection
-                raise BadRequest(
-                    f"{nbytes} bytes of embeddings have no room in the pool, and go inline up to limits.request_mb, "
-                    f"{most >> 20}; raise embeddings_pool.budget_mb or limits.request_mb"
-                )
-            peer.outbox.send_nowait(message, frames)
-        except Exception:  # whatever it was: a send is all or nothing
-            for item in made:
-                for draft in item.outputs.values():
-                    draft.retract(peer.column)
-            raise
+        if nbytes > most:  # its receiver would break the connection
+            raise BadRequest(
+                f"{nbytes} bytes of embeddings have no room in the pool, and go inline up to limits.request_mb, "
+                f"{most >> 20}; raise embeddings_pool.budget_mb or limits.request_mb"
+            )
+        peer.outbox.send_nowait(message, frames)
 
     def _report(self, job: wire.Encode, problem: Exception) -> None:
         """Tell the request owner that this job failed; the rank lives on."""

@@ -177,7 +177,9 @@ class Dispatch:
             )
             life = Life.of(peer)
             request.told.append(life)
-            self._carry(peer, message, frames, [drafts[index] for index in its])
+            Draft.send_all(
+                [drafts[index] for index in its], peer.column, partial(peer.outbox.send_nowait, message, frames)
+            )
             request.owners |= dict.fromkeys(its, life)
         request.sent |= {index: (draft.transport, draft.nbytes) for index, draft in drafts.items()}
 
@@ -221,17 +223,8 @@ class Dispatch:
         message = wire.Embeddings(
             request.submit.request, request.attempt, life.epoch, self._stage.origin, tuple(items), ()
         )
-        self._carry(life.peer, message, frames, [drafts[index] for index in prompt.precomputed])
-
-    @staticmethod
-    def _carry(peer: Peer, message: wire.Message, frames: Sequence[Buffer], drafts: Sequence[Draft]) -> None:
-        """Send what carries these drafts, which are not this peer's if that fails."""
-        try:
-            peer.outbox.send_nowait(message, frames)
-        except Exception:  # whatever it was: a send is all or nothing
-            for draft in drafts:
-                draft.retract(peer.column)
-            raise
+        its = [drafts[index] for index in prompt.precomputed]
+        Draft.send_all(its, life.peer.column, partial(life.peer.outbox.send_nowait, message, frames))
 
     def groups(self) -> list[list[Peer]]:
         """The attention groups that have all of their ranks ready."""
