@@ -28,7 +28,7 @@ from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.adapters.registry import embedding_form
 from tensorferry.stages.failures import failure_of
-from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.off_loop import run_to_end
 from tensorferry.stages.processors.base import Processor
@@ -115,7 +115,7 @@ class Tokenizer:
         self._requests: dict[bytes, Request] = {}
         self._load = Load(self._limits)
         self._rate = Rate(self._limits.client_requests_per_s)
-        self._over = Tombstones(stage.deployment.limits.request_timeout_s)
+        self._over = FinishedRequests(stage.deployment.limits.request_timeout_s)
         self._clients = Clients(door, self._members, stage.deployment.timeouts.quarantine_s, stage.counters)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -238,7 +238,7 @@ class Tokenizer:
         if owned is not None and owned.submit.attempt >= submit.attempt:
             self._stage.counters.count("submits_repeated")
             return
-        if self._over.covers(submit.request, submit.attempt):
+        if self._over.is_finished(submit.request, submit.attempt):
             self._stage.counters.count("submits_repeated")
             used = BadRequest("this request id was answered already: use a new id, or a higher attempt")
             failure = failure_of(used, self._stage.origin)
