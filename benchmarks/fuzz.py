@@ -50,7 +50,7 @@ IMAGES = Path(__file__).parents[1] / "examples" / "images"
 WARM_S = (
     5.0  #: of a flood, before anything is measured: what is remembered of strangers is bounded, but must fill first
 )
-GROWTH_NBYTES = 48 << 20  #: of a process that is no leak: allocators, and 65,536 tombstones of each kind
+GROWTH_NBYTES = 48 << 20  #: of a process that is no leak: allocators, and 65,536 finished requests of each kind
 GROWTH_HANDLES = 8  #: descriptors, and threads: of pools of threads that are not full yet
 MOST_RATIO = 1.5  #: of the p99 of good traffic, with a flood to without
 MOST_STRAY = 100  #: messages in one connection's noise

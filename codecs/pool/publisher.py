@@ -8,7 +8,7 @@ the pool's kind: where that is a GPU's, what has to travel inline is *staged* to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
 from typing import Any, Self
 
@@ -264,6 +264,19 @@ class Draft:
         """The message of the last dispatch to this consumer was certainly not sent."""
         if self._lease is not None and column is not None:
             self._lease.retract(column)
+
+    @staticmethod
+    def send_all(drafts: Iterable[Draft], column: int | None, send: Callable[[], None]) -> None:
+        """Send the message for which these drafts were last dispatched to one consumer.
+
+        send: sends all of the message or nothing. If it raises, the drafts are retracted.
+        """
+        try:
+            send()
+        except Exception:  # a KeyboardInterrupt may come after the message has left
+            for draft in drafts:
+                draft.retract(column)
+            raise
 
 
 def _pack(layout: Layout) -> tuple[list[tuple[int, int]], int]:

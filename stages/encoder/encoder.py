@@ -47,7 +47,7 @@ from tensorferry.stages.encoder.embedding_cache import Content, EmbeddingCache
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
 from tensorferry.stages.failures import failure_of
-from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.gpu_wait import stage
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.off_loop import run_to_end
@@ -101,7 +101,7 @@ class Encoder:
         self._cache = EmbeddingCache(spec.cache_mb * MIB) if spec.cache_mb else None
         self._jobs = Jobs(spec.batch_patches, spec.batch_wait_ms / 1e3, self._unknown_patches)
         self._most_jobs = most_requests(stage.deployment)
-        self._over = Tombstones(stage.deployment.limits.request_timeout_s)
+        self._over = FinishedRequests(stage.deployment.limits.request_timeout_s)
         self._contents: set[Content] = set()  # of the batch that was begun last; without a cache nobody asks
         self._calls = self._encoded = self._found = 0  # calls of the adapter that went well, and items; see `gauges`
         self._sent: dict[int, deque[wire.Encode]] = defaultdict(lambda: deque(maxlen=REPORTS))  # without payloads
@@ -284,7 +284,7 @@ class Encoder:
     def _is_over(self, job: Job) -> bool:
         """Whether nobody waits for it any more."""
         message = job.message
-        return self._over.covers(message.request, message.attempt) or time.monotonic_ns() > message.deadline_ns
+        return self._over.is_finished(message.request, message.attempt) or time.monotonic_ns() > message.deadline_ns
 
     def _is_late(self, job: Job) -> bool:
         if late := self._is_over(job):
@@ -383,7 +383,7 @@ class Encoder:
         """Hand the embeddings to every scheduler rank that attends to the request: no await in here."""
         if not made:
             return
-        if self._over.covers(job.request, job.attempt):
+        if self._over.is_finished(job.request, job.attempt):
             self._stage.counters.count("embeddings_late")
             return
         peers = [self._stage.peers.taker("scheduler", rank.rank, rank.epoch) for rank in job.schedulers]
@@ -401,25 +401,20 @@ class Encoder:
                 for item in made
             )
             message = wire.Embeddings(job.request, job.attempt, peer.epoch, self._stage.origin, items, marks)
-            self._post(peer, message, frames, made)
+            drafts = (draft for item in made for draft in item.outputs.values())
+            Draft.send_all(drafts, peer.column, partial(self._post, peer, message, frames))
             self._sent[peer.rank].append(_named(job))
         nbytes = sum(draft.nbytes for item in made for draft in item.outputs.values())
         log.debug("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
 
-    def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer], made: Sequence[Made]) -> None:
+    def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer]) -> None:
         nbytes, most = sum(map(len, frames)), self._stage.limits.inline_nbytes
-        try:
-            if nbytes > most:  # its receiver would break the connection
-                raise BadRequest(
-                    f"{nbytes} bytes of embeddings have no room in the pool, and go inline up to limits.request_mb, "
-                    f"{most >> 20}; raise embeddings_pool.budget_mb or limits.request_mb"
-                )
-            peer.outbox.send_nowait(message, frames)
-        except Exception:  # whatever it was: a send is all or nothing
-            for item in made:
-                for draft in item.outputs.values():
-                    draft.retract(peer.column)
-            raise
+        if nbytes > most:  # its receiver would break the connection
+            raise BadRequest(
+                f"{nbytes} bytes of embeddings have no room in the pool, and go inline up to limits.request_mb, "
+                f"{most >> 20}; raise embeddings_pool.budget_mb or limits.request_mb"
+            )
+        peer.outbox.send_nowait(message, frames)
 
     def _report(self, job: wire.Encode, problem: Exception) -> None:
         """Tell the request owner that this job failed; the rank lives on."""

@@ -34,7 +34,7 @@ from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.stages.engines.base import Engine, EngineRequest, EngineResult
 from tensorferry.stages.engines.registry import make_engine
 from tensorferry.stages.failures import failure_of
-from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.gpu_wait import unready, wait_ready
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.off_loop import run_to_end
@@ -90,8 +90,8 @@ class Scheduler:
         self._running: list[Running] = []  #: what the engine has
         self._collecting = 0  #: messages whose embeddings are waited for, or copied
         self._call: asyncio.Task[Sequence[EngineResult | Exception]] | None = None
-        self._over = Tombstones(stage.deployment.limits.request_timeout_s)
-        self._collected = Tombstones(stage.deployment.limits.request_timeout_s)  #: all that belongs to these is here
+        self._over = FinishedRequests(stage.deployment.limits.request_timeout_s)
+        self._collected = FinishedRequests(stage.deployment.limits.request_timeout_s)  #: all of these is here
         self._busy_since: float | None = None
 
     # --- what its process asks: see `Work`
@@ -169,7 +169,7 @@ class Scheduler:
         if not self._stage.peers.knows(admit.owner):
             self._stage.counters.count("messages_of_strangers")
             return
-        if self._over.covers(admit.request, admit.attempt):
+        if self._over.is_finished(admit.request, admit.attempt):
             self._stage.counters.count("admits_late")
             return
         if admit.attempt:  # whoever sent an older one has sent it anew, or has died and its client has
@@ -208,7 +208,7 @@ class Scheduler:
 
     def _is_late(self, message: wire.Embeddings) -> bool:
         """Whether nobody waits for these: the request is over, or they were encoded twice and have come already."""
-        return any(known.covers(message.request, message.attempt) for known in (self._over, self._collected))
+        return any(known.is_finished(message.request, message.attempt) for known in (self._over, self._collected))
 
     def _are_written(self, payloads: Sequence[wire.Payload]) -> bool:
         with suppress(FerryError):  # said again, of its payload alone, when that is opened
@@ -329,7 +329,7 @@ class Scheduler:
             if batch and cost > budget:
                 break
             self._ready.popleft()
-            if self._over.covers(admit.request, admit.attempt):
+            if self._over.is_finished(admit.request, admit.attempt):
                 continue
             budget -= cost
             batch.append((admit, pending, pending.ready))
@@ -339,7 +339,7 @@ class Scheduler:
         started = time.monotonic_ns()
         answers = await self._answers(batch)
         for (admit, pending, _), result in zip(batch, answers, strict=True):
-            if self._over.covers(admit.request, admit.attempt):
+            if self._over.is_finished(admit.request, admit.attempt):
                 continue
             if isinstance(result, Exception):
                 self._fail(admit.request, admit.attempt, pending, result)
@@ -408,7 +408,7 @@ class Scheduler:
 
     def _abandon_if_over(self) -> None:
         if self._call is not None and all(
-            self._over.covers(admit.request, admit.attempt) for admit, _, _ in self._running
+            self._over.is_finished(admit.request, admit.attempt) for admit, _, _ in self._running
         ):
             self._call.cancel()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from tensorferry.codecs import messages as wire
@@ -36,9 +36,7 @@ class Dispatch:
         """watch: over the calls of the processor."""
         self._stage, self._threads, self._processor, self._watch = stage, threads, processor, watch
 
-    async def send(
-        self, request: Request, prompt: Prompt, items: Sequence[int], marks: dict[str, int], deadline_ns: int
-    ) -> None:
+    async def send(self, request: Request, prompt: Prompt, items: Sequence[int]) -> None:
         """Process these items, and send them to whoever reads them: their encoders, or the schedulers where the
         embeddings came with the request. Raises PeerBusy, PeerGone."""
         while not (self.groups() and (self._stage.peers.usable("encoder") or not prompt.to_encode(items))):
@@ -55,9 +53,27 @@ class Dispatch:
                 request.hashes |= await self._process(prompt, drafts)
             if self._stage.device is not None:
                 await stage(lambda: self._ways(request, prompt, drafts))
-            marks["processed"] = time.monotonic_ns()
-            self._hand_over(request, prompt, drafts, deadline_ns)
-        marks["sent"] = time.monotonic_ns()
+            request.marks["processed"] = time.monotonic_ns()
+            self._hand_over(request, prompt, drafts)
+        request.marks["sent"] = time.monotonic_ns()
+
+    @contextmanager
+    def cancelling(self, request: Request) -> Iterator[None]:
+        """Around the service of a request. At the end of the block peers hear Cancel: all that were told of the request
+        if the block failed, else those whose part in it others have done."""
+        try:
+            yield
+        except BaseException:
+            self.cancel(request, request.told)
+            raise
+        self.cancel(request, request.relieved())
+
+    def cancel(self, request: Request, told: Sequence[Life]) -> None:
+        """Tell these peers, which know of the present attempt, that it has ended."""
+        for peer, epoch in {(life.peer, life.epoch) for life in told}:
+            if peer.epoch == epoch:
+                with self._stage.alone():
+                    self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.attempt, epoch))
 
     async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
         """Until the pool has room for all of a request, or the wait is over: with `when_full: wait`, and while an
@@ -139,7 +155,7 @@ class Dispatch:
         )
         return {index: encoders[place] for index, place in zip(items, places, strict=True)}
 
-    def _hand_over(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
+    def _hand_over(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> None:
         """Tell the schedulers, unless they know, with the embeddings that are there already, and hand the other items
         to the encoder ranks that own them: no await in here.
 
@@ -152,7 +168,7 @@ class Dispatch:
         owned = self._owners(request, prompt, to_encode, encoders)
         anew = tuple(to_encode) if request.schedulers else ()
         if not request.schedulers:
-            self._admit(request, prompt, drafts, deadline_ns)
+            self._admit(request, prompt, drafts)
         ranks = tuple(wire.Rank(peer.rank, peer.epoch) for peer in encoders)
         group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in request.schedulers)
         for peer in (peer for peer in encoders if peer in owned.values()):
@@ -171,17 +187,19 @@ class Dispatch:
                 ranks,
                 group,
                 items,
-                deadline_ns,
+                request.deadline_ns,
                 anew,
                 request.context,
             )
             life = Life.of(peer)
             request.told.append(life)
-            self._carry(peer, message, frames, [drafts[index] for index in its])
+            Draft.send_all(
+                [drafts[index] for index in its], peer.column, partial(peer.outbox.send_nowait, message, frames)
+            )
             request.owners |= dict.fromkeys(its, life)
         request.sent |= {index: (draft.transport, draft.nbytes) for index, draft in drafts.items()}
 
-    def _admit(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], deadline_ns: int) -> None:
+    def _admit(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> None:
         """Tell the scheduler ranks that attend to a request, and give them what needs no encoder. Raises PeerBusy or
         PeerGone."""
         lives = [Life.of(peer) for peer in self._attention_group(request.submit.request)]
@@ -203,7 +221,7 @@ class Dispatch:
                     token_bytes,
                     spans,
                     request.submit.output_tokens,
-                    deadline_ns,
+                    request.deadline_ns,
                     request.context,
                 )
             )
@@ -221,17 +239,8 @@ class Dispatch:
         message = wire.Embeddings(
             request.submit.request, request.attempt, life.epoch, self._stage.origin, tuple(items), ()
         )
-        self._carry(life.peer, message, frames, [drafts[index] for index in prompt.precomputed])
-
-    @staticmethod
-    def _carry(peer: Peer, message: wire.Message, frames: Sequence[Buffer], drafts: Sequence[Draft]) -> None:
-        """Send what carries these drafts, which are not this peer's if that fails."""
-        try:
-            peer.outbox.send_nowait(message, frames)
-        except Exception:  # whatever it was: a send is all or nothing
-            for draft in drafts:
-                draft.retract(peer.column)
-            raise
+        its = [drafts[index] for index in prompt.precomputed]
+        Draft.send_all(its, life.peer.column, partial(life.peer.outbox.send_nowait, message, frames))
 
     def groups(self) -> list[list[Peer]]:
         """The attention groups that have all of their ranks ready."""

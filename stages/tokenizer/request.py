@@ -42,9 +42,10 @@ class Request:
 
     client: bytes
     submit: wire.Submit
-    task: asyncio.Task[None]
+    timeout_s: float  #: from its acceptance, which is when this is made
     context: bytes | None = None  #: of its span, where there is one, or its client's
-    since: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[None] | None = None  #: that serves it
+    marks: dict[str, int] = field(default_factory=lambda: {"received": time.monotonic_ns()})  #: when it reached a step
     sendings: int = 0  #: how often it was sent again as a whole
     losses: int = 0  #: how often somebody died, or fell silent, who had a part in it
     reported: int = 0  #: and of these, because of a failure that an encoder or scheduler said was worth it
@@ -58,6 +59,16 @@ class Request:
     reports: dict[int, wire.Done] = field(default_factory=dict)  #: by scheduler rank
     failure: wire.Failure | None = None  #: what an encoder or scheduler said
     news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def since(self) -> float:
+        """When it was accepted (monotonic seconds)."""
+        return self.marks["received"] / 1e9
+
+    @property
+    def deadline_ns(self) -> int:
+        """When it fails (monotonic) unless it is done."""
+        return self.marks["received"] + int(self.timeout_s * 1e9)
 
     @property
     def attempt(self) -> int:
@@ -98,9 +109,15 @@ class Request:
         self.waiting, self.collecting = set(), set()
         self.owners, self.reports = {}, {}
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its task was told to give it up."""
+        return self.task is not None and bool(self.task.cancelling())
+
     def cancel(self) -> None:
         """Give it up. Not at once: a task cancelled before its first step would never run, nor answer."""
-        asyncio.get_running_loop().call_soon(self.task.cancel)
+        if self.task is not None:
+            asyncio.get_running_loop().call_soon(self.task.cancel)
 
 
 class Reported(FerryError):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tensorferry.codecs.errors import BadTensor, LeaseError, PoolClosed, PoolFull, UnsupportedDtype
+from tensorferry.codecs.errors import BadTensor, LeaseError, PeerBusy, PoolClosed, PoolFull, UnsupportedDtype
 from tensorferry.codecs.frames import Buffer, open_inline
 from tensorferry.codecs.messages import Inline, Payload, Proxy
 from tensorferry.codecs.pool.pool import Pool
-from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.pool.publisher import Draft, Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import ALIGNMENT, View, dtype_of
 
@@ -141,6 +141,20 @@ def test_a_send_that_refused_is_taken_back(shop: Shop) -> None:
         with pytest.raises(LeaseError, match="owes no acknowledgement"):
             draft.retract(shop.column)
     assert shop.out() == 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a14_all_drafts_of_a_message_that_was_refused_come_back(shop: Shop, refuses: bool) -> None:
+    def send() -> None:
+        if refuses:
+            raise PeerBusy("encoder-0")
+
+    with shop.publisher.publish(some(5000)) as first, shop.publisher.publish(some(5000)) as second:
+        for draft in (first, second):
+            draft.dispatch(shop.column, [])
+        with pytest.raises(PeerBusy) if refuses else nullcontext():
+            Draft.send_all([first, second], shop.column, send)
+    assert shop.out() == (0 if refuses else 2)
 
 
 def test_retracting_what_went_inline_is_nothing(shop: Shop) -> None:

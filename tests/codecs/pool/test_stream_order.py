@@ -41,7 +41,7 @@ from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
 from tensorferry.pipeline.peers.peer import Peer, PeerLife
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.scheduler.scheduler import Scheduler
 
 NBYTES = 1 << 16
@@ -489,7 +489,7 @@ class Collector(Scheduler):
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
         self._stage, self._copier = stage, copier
-        self._over, self._collected = Tombstones(60.0), Tombstones(60.0)
+        self._over, self._collected = FinishedRequests(60.0), FinishedRequests(60.0)
         self._collecting, self._idle = 0, asyncio.Event()
         self._pending, self._ready, self._running = {}, deque(), []
         self.filed: list[tuple[Any, Any]] = []

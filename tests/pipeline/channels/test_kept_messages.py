@@ -23,7 +23,7 @@ from tensorferry.pipeline.process.work import NoWork
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.encoder.features import Features
 from tensorferry.stages.encoder.job_queue import Job, Jobs
-from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 
 EPOCH = 7
@@ -73,7 +73,7 @@ async def test_a_listening_client_keeps_no_message() -> None:
 async def test_an_encoder_that_waits_keeps_no_job() -> None:
     encoder = object.__new__(Encoder)
     counters = SimpleNamespace(count=lambda name: None)
-    encoder._stage, encoder._over = SimpleNamespace(device=None, epoch=EPOCH, counters=counters), Tombstones(60.0)  # type: ignore[assignment]
+    encoder._stage, encoder._over = SimpleNamespace(device=None, epoch=EPOCH, counters=counters), FinishedRequests(60.0)  # type: ignore[assignment]
     encoder._cache, encoder._begun, encoder._jobs = None, [], Jobs(0, 0.0, lambda job: 0)
     frame = np.zeros(1)
     kept = weakref.ref(frame)

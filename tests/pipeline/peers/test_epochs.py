@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -16,14 +16,15 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.frames import Buffer
 from tensorferry.codecs.tensors import CODES
-from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.pipeline.process.work import NoWork, Work
 from tensorferry.stages.tokenizer.clients import Clients
+from tensorferry.stages.tokenizer.owned_requests import OwnedRequests
+from tensorferry.stages.tokenizer.reply import Replies
 from tensorferry.stages.tokenizer.request import Life, Request
-from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 
 NOW, BEFORE = 7, 6  #: epochs
 OWNER, REQUEST = wire.Origin("tokenizer", 0, 3), bytes(16)
@@ -133,17 +134,15 @@ async def test_a_stage_says_how_its_work_is() -> None:
         assert (gauges["in_flight"], gauges["noted"], gauges["busy_s"]) == (1, 1, 0)
 
 
-def owner_of(request: Request) -> tuple[Any, list[str]]:
-    """A tokenizer that owns it, and what it counts."""
+def owner_of(request: Request) -> tuple[Replies, list[str]]:
+    """What takes the reports of an owned request, and what it counts."""
     counted: list[str] = []
-    owner: Any = object.__new__(Tokenizer)
-    owner._requests = {request.submit.request: request}
-    owner._stage = SimpleNamespace(
-        epoch=NOW,
-        counters=SimpleNamespace(count=counted.append),
-        refused=lambda problem: counted.append(str(problem)),
+    stage: Any = SimpleNamespace(
+        counters=SimpleNamespace(count=counted.append), refused=lambda problem: counted.append(str(problem))
     )
-    return owner, counted
+    requests, unused = OwnedRequests(LimitsSpec()), cast(Any, None)
+    requests.add(request, 0, 0)
+    return Replies(stage, unused, requests, unused), counted
 
 
 @pytest.mark.parametrize(
@@ -159,22 +158,21 @@ def owner_of(request: Request) -> tuple[Any, list[str]]:
 async def test_b26_b27_a_report_that_cannot_be_of_this_request_ends_nothing(
     origin: wire.Origin, digests: tuple[bytes, ...], said: str
 ) -> None:
-    task: Any = None
-    request = Request(b"client", wire.Submit(REQUEST, 0, (wire.TextPart("a"),), 1, 1000), task)
+    request = Request(b"client", wire.Submit(REQUEST, 0, (wire.TextPart("a"),), 1, 1000), 1.0)
     scheduler: Any = SimpleNamespace(stage="scheduler", rank=0)
     request.schedulers, request.hashes = [Life(scheduler, NOW, 0)], {0: bytes(16), 1: bytes(16)}
     request.waiting, request.collecting = {0}, {0}
     owner, counted = owner_of(request)
-    owner.take(wire.Done(REQUEST, 0, NOW, origin, 1, digests, ()), ())
+    owner.take(wire.Done(REQUEST, 0, NOW, origin, 1, digests, ()))
     assert counted == [said]
     assert (request.waiting, request.reports, request.news.is_set()) == ({0}, {}, False)
     if not digests:
-        owner.take(wire.Collected(REQUEST, 0, NOW, origin), ())
+        owner.take(wire.Collected(REQUEST, 0, NOW, origin))
         assert (counted, request.collecting) == ([said, said], {0})
     right = wire.Origin("scheduler", 0, NOW)
-    owner.take(wire.Collected(REQUEST, 0, NOW, right), ())
-    owner.take(wire.Done(REQUEST, 0, NOW, right, 1, (b"1", b"2"), ()), ())
-    assert not owner.take(wire.Heartbeat(right, 0), ()), "it is of no request"
+    owner.take(wire.Collected(REQUEST, 0, NOW, right))
+    owner.take(wire.Done(REQUEST, 0, NOW, right, 1, (b"1", b"2"), ()))
+    assert not owner.take(wire.Heartbeat(right, 0)), "it is of no request"
     assert (request.collecting, request.waiting, request.news.is_set()) == (set(), set(), True)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.stages.engines.base import EngineRequest
-from tensorferry.stages.finished_requests import Tombstones
+from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.scheduler.scheduler import Pending, Scheduler
 
@@ -26,7 +26,7 @@ def scheduler_with(run: Any) -> tuple[Any, list[str]]:
     counters = SimpleNamespace(count=counted.append)
     scheduler._stage = SimpleNamespace(counters=counters, outlive=lambda problem: None)  # type: ignore[assignment]
     scheduler._watch = Watch("scheduler.engine", "my:Engine", counters)
-    scheduler._engine, scheduler._over, scheduler._call = SimpleNamespace(run=run), Tombstones(60.0), None
+    scheduler._engine, scheduler._over, scheduler._call = SimpleNamespace(run=run), FinishedRequests(60.0), None
     return scheduler, counted
 
 
@@ -53,7 +53,7 @@ async def test_an_owner_that_still_waits_is_told(run: Any, patience_s: float, gi
     async with asyncio.timeout(10):
         [answer] = await scheduler._answers(batch(patience_s))
     assert str(answer) == "the engine gave it up"
-    assert scheduler._over.covers(REQUEST, 0) is given_up
+    assert scheduler._over.is_finished(REQUEST, 0) is given_up
     assert counted == ["batches_abandoned"]
 
 

@@ -1,4 +1,4 @@
-"""Who gets a request from its owner, and what is taken back where somebody did not take it."""
+"""Who gets a request from its owner, and which bad item is named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tensorferry.codecs.errors import BadItem, PeerBusy, PeerGone
+from tensorferry.codecs.errors import BadItem, PeerGone
 from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.tokenizer import dispatch as module
@@ -54,31 +54,6 @@ def test_c5_a_group_that_is_not_whole_gets_nothing() -> None:
     assert attending([0, 2, 3], **spec) == {(2, 3): 300}
     with pytest.raises(PeerGone, match="no attention group has all of its ranks ready"):
         attending([0, 2], **spec)
-
-
-class Draft:
-    """Notes who was told and not told after all."""
-
-    def __init__(self) -> None:
-        self.retracted: list[int | None] = []
-
-    def retract(self, column: int | None) -> None:
-        self.retracted.append(column)
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a14_what_a_send_that_refused_carried_is_taken_back(refuses: bool) -> None:
-    def send(message: Any, frames: Any) -> None:
-        if refuses:
-            raise PeerBusy("encoder-0")
-
-    drafts, peer = [Draft(), Draft()], SimpleNamespace(column=3, outbox=SimpleNamespace(send_nowait=send))
-    if refuses:
-        with pytest.raises(PeerBusy):
-            Dispatch._carry(peer, None, [], drafts)  # type: ignore[arg-type]
-    else:
-        Dispatch._carry(peer, None, [], drafts)  # type: ignore[arg-type]
-    assert [draft.retracted for draft in drafts] == [[3] * refuses] * 2
 
 
 async def test_b33_of_several_bad_items_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
