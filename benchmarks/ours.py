@@ -21,7 +21,7 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.channels.channels import Inbox, Outbox, open_context
 from tensorferry.pipeline.deployment.spec import PoolSpec
 from tensorferry.pipeline.pools.broker import recycle
-from tensorferry.pipeline.process.supervisor import COPY_VARIABLES
+from tensorferry.pipeline.process.child import COPY_VARIABLES
 
 _REQUEST, _HASH = bytes(16), bytes(16)
 _ME, _PEER = wire.Origin("tokenizer", 0, 1), wire.Rank(0, 2)

@@ -27,7 +27,7 @@ from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import require_available
 from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.supervisor import Supervisor
-from tensorferry.pipeline.telemetry.counters import configure
+from tensorferry.pipeline.telemetry.logs import configure
 from tensorferry.replay.results.machine import this_machine
 from tensorferry.replay.results.out_folder import filled
 from tensorferry.replay.results.report import print_plan, print_report, write_report

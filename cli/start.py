@@ -17,7 +17,7 @@ from tensorferry.pipeline.deployment.spec import ranks_of
 from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import DRAIN_ORDER, digest
-from tensorferry.pipeline.telemetry import counters
+from tensorferry.pipeline.telemetry import logs
 
 
 @click.command()
@@ -41,7 +41,7 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         deployment = load_deployment(file, settings)
         with placing(file, settings):
             require_available(deployment)
-        counters.configure(deployment.telemetry, stage=stage, rank=rank)
+        logs.configure(deployment.telemetry, stage=stage, rank=rank)
     ranks = ranks_of(deployment)[stage]
     if not 0 <= rank < ranks:
         raise click.BadParameter(

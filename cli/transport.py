@@ -24,7 +24,7 @@ from tensorferry.pipeline.deployment.spec import (
     ranks_of,
     tokenizer_pool_nbytes,
 )
-from tensorferry.pipeline.telemetry import counters
+from tensorferry.pipeline.telemetry import logs
 from tensorferry.stages.adapters.registry import supports_cuda_vmm_feature_transport, takes_media
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ def load_to_run(
     """
     deprecations: list[Deprecation] = []
     deployment = load_deployment(file, settings, environ=environ, tell=deprecations.append, plugins=True)
-    counters.configure(deployment.telemetry, **bound)
+    logs.configure(deployment.telemetry, **bound)
     for deprecation in deprecations:
         log.warning("setting_deprecated", old=deprecation.old, new=deprecation.new, outcome=deprecation.outcome)
     with placing(file, settings):

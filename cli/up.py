@@ -10,8 +10,9 @@ import click
 from tensorferry.cli.config import set_option
 from tensorferry.cli.transport import load_to_run
 from tensorferry.pipeline.deployment.spec import ranks_of
+from tensorferry.pipeline.process.child import KILL_S
 from tensorferry.pipeline.process.run_process import Stop, run_process
-from tensorferry.pipeline.process.supervisor import CANCEL_S, KILL_S, Supervisor
+from tensorferry.pipeline.process.supervisor import CANCEL_S, Supervisor
 
 
 @click.command()

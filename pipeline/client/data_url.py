@@ -1,4 +1,4 @@
-"""`data:` URLs (RFC 2397), read by one set of rules wherever one may stand."""
+"""`data:` URLs (RFC 2397)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def is_data_url(text: str) -> bool:
 
 
 def read_data_url(url: str) -> bytes:
-    """The bytes of a `data:` URL. Its media type is not looked at: what a file is, its bytes say.
+    """Return the bytes of a `data:` URL. Its media type is ignored, because the bytes say what a file is.
 
-    Read as browsers do (WHATWG, *data: URL processor*): `;base64` in any case and with spaces around it, other
-    parameters before it ignored, percent-encoding undone first; base64 may have white space in it and lack its padding.
-    Raises ValueError: no comma, no base64, or no bytes.
+    It is read as browsers read it (WHATWG, *data: URL processor*): `;base64` in any case and with spaces around it,
+    other parameters before it ignored, percent-encoding undone first; base64 may contain white space and lack its
+    padding. Raises ValueError: no comma, no base64, or no bytes.
     """
     head, comma, body = url[len("data:") :].partition(",")
     if not comma:
-        raise ValueError("a data: URL without a comma before its data")
+        raise ValueError("a data: URL has no comma before its data")
     data = unquote_to_bytes(body)
     if _BASE64.search(head):
         data = _SPACE.sub(b"", data)
         try:
             data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
         except binascii.Error as problem:
-            url_safe = "; write + and / for - and _" if b"-" in data or b"_" in data else ""
+            url_safe = "; write + and / instead of - and _" if b"-" in data or b"_" in data else ""
             raise ValueError(f"the data of a data: URL are not base64: {problem}{url_safe}") from None
     if not data:
-        raise ValueError("a data: URL that is empty")
+        raise ValueError("a data: URL has no data")
     return data

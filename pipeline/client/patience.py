@@ -1,4 +1,4 @@
-"""Backing off: a request that is told `busy` is offered again, later and later, for as long as it has time."""
+"""Backing off: a request that is answered `busy` is submitted again, after longer and longer pauses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from tensorferry.codecs.messages import Busy
 from tensorferry.pipeline.client.argument_checks import check_arguments
-from tensorferry.pipeline.client.client import Client, Outcome
+from tensorferry.pipeline.client.client import Client
+from tensorferry.pipeline.client.pending import Outcome
 from tensorferry.pipeline.client.prompt_parts import Part
 
-LONGEST_S = 5.0  #: of a pause, whatever the tokenizer says
+LONGEST_S = 5.0  #: the longest pause, even if the tokenizer asks for more
 GROWTH = 1.5
 
 
@@ -23,12 +24,13 @@ async def submit_patiently(
     deadline_s: float = 60.0,
     traceparent: str | None = None,
 ) -> Outcome:
-    """`client.submit`, and again after each `Busy`, until deadline_s is over: of all attempts and pauses together.
+    """Call `client.submit`, and again after each `Busy`. deadline_s bounds all attempts and pauses together.
 
-    The pause is what the tokenizer said, longer by GROWTH each time, at most LONGEST_S, and a random half of it more or
-    less, so that many who were told `busy` at once do not come back at once. Returns the last `Busy` once there is no
-    time for another pause; every other outcome as it is, also a failure that is `retryable`. Each attempt is a request
-    with an id of its own. Cancelled with the caller. Raises what `Client.submit` raises.
+    A pause is the tokenizer's `retry_ms`, times GROWTH for each pause before it, at most LONGEST_S. It is then
+    multiplied by a random factor of 0.5 to 1.5, so that clients that were refused at once do not return at once.
+    Returns the last `Busy` when no time is left for another pause, and every other outcome, a `retryable` failure
+    included. Each attempt is a request with an id of its own. The attempt is cancelled with the caller. Raises
+    what `Client.submit` raises.
     """
     check_arguments(output_tokens, deadline_s, None, traceparent)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The pieces of a prompt, as a client has them and as they travel."""
+"""The parts of a prompt, and their form in a message."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tensorferry.codecs.system.files import read_regular
 from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.client.data_url import is_data_url, read_data_url
 
-Source = bytes | memoryview | str | Path  #: of one file: its bytes, a path, or a `data:` URL
-_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")  # a URL; a path may have the characters, and then is a Path
+Source = bytes | memoryview | str | Path  #: one file: its bytes, a path, or a `data:` URL
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")  # a URL; a path that looks like one is given as a Path
 _SOURCES = "the bytes of a file, its path or a `data:` URL"
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An encoded image, one item of a prompt; where its bytes are at hand, they may stand for it."""
+    """An encoded image, one item of a prompt. Its plain bytes may be given instead."""
 
     file: Source
 
@@ -37,31 +37,31 @@ class Video:
     """A video, one item of a prompt: encoded pictures of one size in order, or one animated file (GIF, PNG, WebP)."""
 
     frames: Sequence[bytes | memoryview] | Source
-    #: How many pictures are a second. None: not known, and all are looked at. An animated file has its own timing.
-    #: Exactly as it is: 20/3 is `Fraction(20, 3)`. The wire has thousandths of a frame a second.
+    #: Pictures a second. None: unknown, so all pictures are used. An animated file has its own timing. A fraction is
+    #: exact: 20/3 is `Fraction(20, 3)`. The message has thousandths of a frame a second.
     fps: float | Fraction | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """An item whose embeddings are there already, one item of a prompt: no encoder sees it."""
+    """Ready embeddings, one item of a prompt that no encoder gets."""
 
-    #: By name, torch or numpy: `embeddings`, (rows, width), as the deployment's model makes them, and others it makes.
+    #: Tensors of torch or numpy by name, as the deployment's model makes them: `embeddings`, (rows, width), and others.
     outputs: Mapping[str, Any]
-    modality: str = "image"  #: one of MODALITIES: whose placeholders stand for it
+    modality: str = "image"  #: one of MODALITIES, whose placeholders it fills
 
 
-#: A piece of a prompt, in order: text, token ids (int32), an encoded image, a video, or embeddings.
+#: One part of a prompt: text, token ids (int32), an encoded image, a video, or embeddings.
 Part = str | bytes | memoryview | npt.NDArray[np.int32] | Image | Video | Embeddings
 KINDS = "text, token ids (a numpy array), an encoded image (bytes or Image), Video or Embeddings"
-MODALITIES = ("image", "video")  #: that have placeholders
-FILE_NBYTES = 64 << 20  #: of one file, where nothing else is said; as `limits.item_mb`
+MODALITIES = ("image", "video")  #: the modalities that have placeholders
+FILE_NBYTES = 64 << 20  #: the default limit of one file, equal to that of `limits.item_mb`
 
 
 def prompt_on_wire(
     parts: Sequence[Part], frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES
 ) -> tuple[wire.Part, ...]:
-    """`on_wire` of each part. Raises BadRequest, naming the part by its place, or how many there are."""
+    """Apply `on_wire` to each part. Raises BadRequest, which names the part by its index, or the number of parts."""
     try:
         given = list(parts)
     except TypeError:
@@ -78,9 +78,9 @@ def prompt_on_wire(
 
 
 def on_wire(part: Part, frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES) -> wire.Part:
-    """The part of a message; its bytes are added to the message's frames.
+    """Return the part of a message, and append its bytes to the message's frames.
 
-    file_nbytes: at most so much of a file is read. Raises BadRequest, also for what is no part.
+    file_nbytes: a larger file is refused. Raises BadRequest, also for an object that is no part.
     """
     match part:
         case str():
@@ -102,24 +102,26 @@ def on_wire(part: Part, frames: list[Buffer], *, file_nbytes: int = FILE_NBYTES)
 
 def _text(text: str) -> wire.TextPart:
     if len(text) > wire.MOST_TEXT:
-        raise BadRequest(f"a text of {len(text)} characters; at most {wire.MOST_TEXT} are taken, so give it in several")
+        raise BadRequest(
+            f"a text of {len(text)} characters; at most {wire.MOST_TEXT} are taken, so split it into several parts"
+        )
     if (problem := _surrogate(text)) is not None:
-        raise BadRequest(f"a text that is no Unicode: {problem}")
+        raise BadRequest(f"a text is not valid Unicode: {problem}")
     return wire.TextPart(text)
 
 
 def _surrogate(text: str) -> str | None:
-    """What keeps a text from being UTF-8: half of a character, as `surrogateescape` makes them of other bytes."""
+    """Describe why a text cannot be UTF-8: it has a lone surrogate, as `surrogateescape` makes of other bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        return f"character {problem.start} is the lone surrogate {text[problem.start]!a}; decode its bytes another way"
+        return f"character {problem.start} is the lone surrogate {text[problem.start]!a}; decode its bytes differently"
     return None
 
 
 def _tokens(ids: npt.NDArray[np.int32]) -> wire.TokensPart:
     if ids.dtype.kind not in "iu" or ids.ndim != 1 or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 31):
-        raise BadRequest(f"token ids of {ids.dtype} {ids.shape}: a row of integers from 0 to 2^31-1 is needed")
+        raise BadRequest(f"token ids of {ids.dtype} {ids.shape}; give one row of integers from 0 to 2^31-1")
     if 4 * len(ids) > wire.MOST_TOKENS_NBYTES:
         raise BadRequest(f"{len(ids)} token ids; at most {wire.MOST_TOKENS_NBYTES // 4} are taken")
     return wire.TokensPart(ids.astype("<i4").tobytes())
@@ -129,10 +131,10 @@ def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
     pictures, fps = video.frames, video.fps
     number = isinstance(fps, Real) and not isinstance(fps, bool)  # Real: numpy's numbers, too
     if fps is not None and not (number and 0.001 <= fps <= 1e6):
-        raise BadRequest(f"a video at {fps!r} fps; give 0.001 to 1000000, as a number, or None where it is not known")
+        raise BadRequest(f"a video at {fps!r} fps; give a number from 0.001 to 1000000, or None if it is unknown")
     if isinstance(pictures, Source):
         if fps is not None:
-            raise BadRequest(f"an animated file at {fps} fps; it has its own timing, so leave fps away")
+            raise BadRequest(f"an animated file at {fps} fps; it has its own timing, so omit fps")
         frames.append(_read(pictures, file_nbytes))
         return wire.AnimationPart(len(frames) - 1)
     if not isinstance(pictures, Sequence):
@@ -145,15 +147,15 @@ def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
         if not isinstance(picture, bytes | memoryview):
             raise BadRequest(f"frame {index} of a video is a {type(picture).__name__}; give bytes, an encoded picture")
     frames += pictures
-    rate = fps if isinstance(fps, Fraction) else float(fps or 0)  # numpy's integers would run over
+    rate = fps if isinstance(fps, Fraction) else float(fps or 0)  # numpy's integers would overflow
     return wire.VideoPart(len(frames) - len(pictures), len(pictures), round(rate * 1000))
 
 
 def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
-    """`embeddings` come first, whatever the mapping's order."""
-    given: object = item.outputs  # callers need not have checked their types
+    """Put `embeddings` first, in any order of the mapping."""
+    given: object = item.outputs  # its type need not have been checked
     if not isinstance(given, Mapping):
-        problem = f"embeddings in a {type(given).__name__}; give the tensors by name, such as"
+        problem = f"embeddings in a {type(given).__name__}; give a mapping of tensors by name, such as"
         raise BadRequest(f'{problem} {{"embeddings": tensor}}')
     names = sorted(item.outputs, key=lambda name: name != "embeddings")
     if not names or names[0] != "embeddings":
@@ -176,18 +178,18 @@ def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
 
 
 def _check_name(name: object) -> None:
-    """Raise BadRequest unless an output may be called so."""
+    """Raise BadRequest unless an output may have this name."""
     if not isinstance(name, str) or not 1 <= len(name) <= wire.MOST_NAME:
         raise BadRequest(
             f"output {name!r:.100}: its name must be a text of 1 to {wire.MOST_NAME} characters, "
-            "as the deployment's model calls it"
+            "the name that the deployment's model gives it"
         )
     if (problem := _surrogate(name)) is not None:
-        raise BadRequest(f"output {name!a}: its name is no Unicode: {problem}")
+        raise BadRequest(f"output {name!a}: its name is not valid Unicode: {problem}")
 
 
 def _read(source: Source, most_nbytes: int) -> Buffer:
-    """The bytes of a file; of a `data:` URL (RFC 2397) those in it. Never waits: it may be called in an event loop."""
+    """Return the bytes of a file or of a `data:` URL (RFC 2397). It never waits, so an event loop may call it."""
     if isinstance(source, bytes | memoryview):
         return source
     if not isinstance(source, str | Path):
@@ -198,7 +200,7 @@ def _read(source: Source, most_nbytes: int) -> Buffer:
         except ValueError as problem:
             raise BadRequest(f"{source[:40]!r}: {problem}") from None
     if isinstance(source, str) and _ELSEWHERE.match(source):
-        raise BadRequest(f"{source[:80]!r} is an address, and nothing is ever fetched; give {_SOURCES}")
+        raise BadRequest(f"{source[:80]!r} is a URL, and files are never fetched; give {_SOURCES}")
     try:
         return read_regular(Path(source), most_nbytes)
     except OSError as problem:

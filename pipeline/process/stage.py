@@ -33,7 +33,8 @@ from tensorferry.pipeline.pools.lease_mail import Post
 from tensorferry.pipeline.process.running_settings import Settings
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.work import NoWork, Work
-from tensorferry.pipeline.telemetry import counters
+from tensorferry.pipeline.telemetry import logs
+from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
 
@@ -62,10 +63,10 @@ class Stage:
         self.runtime = Runtime.of(deployment)
         self.device = device_of(deployment, stage, rank)  #: the GPU it works on, wherever its pool is; None: none
         self.limits = Limits(inline_nbytes=deployment.limits.request_mb << 20)
-        counters.configure(deployment.telemetry, stage=stage, rank=rank)
-        self.counters = counters.Counters(stage=stage, rank=str(rank))
+        logs.configure(deployment.telemetry, stage=stage, rank=rank)
+        self.counters = Counters(stage=stage, rank=str(rank))
         self._began_s = time.monotonic()
-        self.refusals = counters.Ration()  #: of log lines about them
+        self.refusals = logs.Ration()  #: of log lines about them
         self.work: Work = NoWork()  #: see `serve`
         self.locks = undo.enter_context(ExitStack())
         self.locks.enter_context(self.runtime.own(stage, rank))

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from tensorferry.codecs.tensors import DTYPES as DTYPES
     from tensorferry.codecs.tensors import View as View
     from tensorferry.pipeline.client.client import Client as Client
-    from tensorferry.pipeline.client.client import Outcome as Outcome
     from tensorferry.pipeline.client.patience import submit_patiently as submit_patiently
+    from tensorferry.pipeline.client.pending import Outcome as Outcome
     from tensorferry.pipeline.client.prompt_parts import Embeddings as Embeddings
     from tensorferry.pipeline.client.prompt_parts import Image as Image
     from tensorferry.pipeline.client.prompt_parts import Part as Part
@@ -92,7 +92,8 @@ _NAMES = {
     "tensorferry.codecs.pool.publisher": "Publisher",
     "tensorferry.codecs.pool.reader": "Reader",
     "tensorferry.codecs.tensors": "DTYPES View",
-    "tensorferry.pipeline.client.client": "Client Outcome",
+    "tensorferry.pipeline.client.client": "Client",
+    "tensorferry.pipeline.client.pending": "Outcome",
     "tensorferry.pipeline.deployment.load": "load",
     "tensorferry.pipeline.deployment.spec": "Deployment LimitsSpec ModelSpec SchedulerSpec",
     "tensorferry.pipeline.client.prompt_parts": "Embeddings Image Part Video",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadRequest, DeploymentError
@@ -159,9 +160,10 @@ async def test_cancelling_a_request_that_waits_to_be_sent_again_ends_it(deployme
         async with tokenizer(deployment) as first, Client.connect(deployment) as client:
             asked = client.submit_nowait(["x"], request=bytes(16))
             await first.submitted.get()
-            first.door.close()
-            while client._requests[bytes(16)].door is not None:  # noqa: ASYNC110  (found out by the client, without a word)
-                await asyncio.sleep(0.001)
+            with capture_logs() as logged:
+                first.door.close()
+                while not any(entry["event"] == "tokenizer_gone" for entry in logged):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
             client.cancel(bytes(16))
             assert kind_of(await asked) == "Cancelled"
 
@@ -206,7 +208,7 @@ async def test_a_tokenizer_that_is_silent_keeps_no_client_out_where_another_is_r
         ([], {}, "0 parts; give 1 to 4096"),
         (["a"] * 5000, {}, "5000 parts; give 1 to 4096"),
         (["x", "a" * ((1 << 22) + 1)], {}, "part 1: a text of 4194305 characters; at most 4194304"),
-        (["ab\ud800"], {}, r"part 0: a text that is no Unicode: character 2 is the lone surrogate '.ud800'"),
+        (["ab\ud800"], {}, r"part 0: a text is not valid Unicode: character 2 is the lone surrogate '.ud800'"),
         ([np.zeros((1 << 22) + 1, np.int32)], {}, "part 0: 4194305 token ids; at most 4194304"),
         (["x"], {"output_tokens": -1}, "output_tokens of -1; 0 to 1048576 are possible"),
         (["x"], {"output_tokens": 2**70}, f"output_tokens of {2**70}; 0 to 1048576 are possible"),
@@ -217,7 +219,7 @@ async def test_a_tokenizer_that_is_silent_keeps_no_client_out_where_another_is_r
         (["x"], {"request": "x" * 16}, "request is the str 'x+'; give bytes, 16 of them"),
         (["x"], {"deadline_s": "5"}, "deadline_s is the str '5'; give seconds as a number"),
         (["x"], {"deadline_s": True}, "deadline_s is the bool True; give seconds as a number"),
-        (["x"], {"deadline_s": float("nan")}, "deadline_s of nan: it must be more than 0"),
+        (["x"], {"deadline_s": float("nan")}, "deadline_s of nan; it must be more than 0"),
         (["x"], {"traceparent": 5}, "traceparent is the int 5; give the header as a str"),
     ],
     ids=lambda value: "" if isinstance(value, list) else None,
@@ -228,18 +230,21 @@ async def test_what_cannot_be_asked_for_is_refused_by_name_before_anything_is_se
     deployment = msgspec.structs.replace(deployment, limits=LimitsSpec(request_mb=1))
     async with asyncio.timeout(DEADLINE_S):
         async with tokenizer(deployment) as it, Client.connect(deployment) as client:
+            more = {"request": bytes(16)} | more
             with pytest.raises(BadRequest, match=f"^{says}"):
                 client.submit_nowait(parts, **more)
             with pytest.raises(BadRequest, match=f"^{says}"):
                 await client.submit(parts, **more)
-            assert not client._requests
-            assert it.submitted.empty()
+            asked = client.submit_nowait(["it is the first"], request=bytes(16))  # not in flight already
+            peer, submit = await it.submitted.get()
+            assert submit.parts == (wire.TextPart("it is the first"),)
+            it.door.send_nowait(peer, answer(submit))
+            assert isinstance(await asked, wire.Result)
 
 
-async def test_a_client_that_is_closed_says_so_and_keeps_nothing(deployment: Deployment) -> None:
+async def test_a_closed_client_refuses_a_request(deployment: Deployment) -> None:
     async with asyncio.timeout(DEADLINE_S):
         async with tokenizer(deployment), Client.connect(deployment) as client:
             pass
         with pytest.raises(DeploymentError, match="this client is closed; submit within"):
             client.submit_nowait(["x"])
-        assert not client._requests

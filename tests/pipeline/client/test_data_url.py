@@ -30,9 +30,9 @@ GIVEN = {
     "data:text/plain,a,b": b"a,b",
 }
 REFUSED = {
-    "data:image/png;base64": "without a comma",
-    "data:;base64,": "is empty",
-    "data:,": "is empty",
+    "data:image/png;base64": "has no comma",
+    "data:;base64,": "has no data",
+    "data:,": "has no data",
     "data:;base64,====": "not base64",
     "data:;base64,A": "not base64",
     "data:;base64,A-_B": "not base64",

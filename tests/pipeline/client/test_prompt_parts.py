@@ -26,26 +26,26 @@ from tensorferry.pipeline.client.prompt_parts import Embeddings, Image, Video, o
         (["a", None], "part 1: a NoneType; it must be text, token ids (a numpy array), an encoded image"),
         ([5], "part 0: a int"),
         ([{"text": "a"}], "part 0: a dict"),
-        ([Embeddings(np.zeros((3, 256)))], "part 0: embeddings in a ndarray; give the tensors by name"),  # type: ignore[arg-type]
+        ([Embeddings(np.zeros((3, 256)))], "part 0: embeddings in a ndarray; give a mapping of tensors by name"),  # type: ignore[arg-type]
         ([Embeddings(None)], "part 0: embeddings in a NoneType"),  # type: ignore[arg-type]
         ([Video(None)], "part 0: a video of a NoneType; give the bytes of a file, its path"),  # type: ignore[arg-type]
         ([Video([])], "part 0: a video of no frames; give one or more"),
         ([Video([b"a", "b.png"])], "part 0: frame 1 of a video is a str; give bytes"),  # type: ignore[list-item]
-        ([Video([b"a"], fps=1e300)], "part 0: a video at 1e+300 fps; give 0.001 to 1000000"),
+        ([Video([b"a"], fps=1e300)], "part 0: a video at 1e+300 fps; give a number from 0.001 to 1000000"),
         ([Video([b"a"], fps=float("nan"))], "part 0: a video at nan fps"),
-        ([Video([b"a"], fps=True)], "part 0: a video at True fps; give 0.001 to 1000000, as a number"),
-        ([Image("data:;base64,_w==")], "are not base64: Only base64 data is allowed; write + and / for - and _"),
+        ([Video([b"a"], fps=True)], "part 0: a video at True fps; give a number from 0.001"),
+        ([Image("data:;base64,_w==")], "are not base64: Only base64 data is allowed; write + and / instead of - and _"),
         ([Video([b"a"], fps="2")], "part 0: a video at '2' fps"),  # type: ignore[arg-type]
         ([], "0 parts; give 1 to 4096"),
         (["a"] * 4097, "4097 parts; give 1 to 4096"),
-        (["a", "b\ud800"], "part 1: a text that is no Unicode: character 1 is the lone surrogate '\\ud800'"),
+        (["a", "b\ud800"], "part 1: a text is not valid Unicode: character 1 is the lone surrogate '\\ud800'"),
         (["a" * (1 + (1 << 22))], "part 0: a text of 4194305 characters; at most 4194304 are taken"),
         ([np.zeros(1 + (1 << 22), np.int32)], "part 0: 4194305 token ids; at most 4194304 are taken"),
         ([Video([b""] * 65536)], "part 0: a video of 65536 frames; at most 65535 are taken"),
         ([Image(None)], "part 0: a file given as a NoneType; give the bytes of a file"),  # type: ignore[arg-type]
         ([Image("\0")], "part 0: cannot read '\\x00': "),
-        ([Image("http://a/b.jpg")], "part 0: 'http://a/b.jpg' is an address, and nothing is ever fetched; give the"),
-        ([Video("s3://a/b.gif")], "part 0: 's3://a/b.gif' is an address, and nothing is ever fetched; give the"),
+        ([Image("http://a/b.jpg")], "part 0: 'http://a/b.jpg' is a URL, and files are never fetched; give the"),
+        ([Video("s3://a/b.gif")], "part 0: 's3://a/b.gif' is a URL, and files are never fetched; give the"),
     ],
 )
 def test_what_is_no_part_is_named(parts: Any, said: str) -> None:
@@ -60,11 +60,15 @@ ROWS = np.zeros((2, 8), np.float32)
     ("outputs", "modality", "said"),
     [
         ({"x" * 65: ROWS}, "image", "part 1: output 'xxx"),
-        ({"x" * 65: ROWS}, "image", ": its name must be a text of 1 to 64 characters, as the deployment's model"),
+        (
+            {"x" * 65: ROWS},
+            "image",
+            ": its name must be a text of 1 to 64 characters, the name that the deployment's model",
+        ),
         ({"": ROWS}, "image", "part 1: output '': its name must be a text of 1 to 64 characters"),
         ({5: ROWS}, "image", "part 1: output 5: its name must be a text"),
         ({None: ROWS}, "image", "part 1: output None: its name must be a text"),
-        ({"\ud800": ROWS}, "image", "part 1: output '\\ud800': its name is no Unicode"),
+        ({"\ud800": ROWS}, "image", "part 1: output '\\ud800': its name is not valid Unicode"),
         ({f"x{i}": ROWS for i in range(16)}, "image", "part 1: an item of embeddings with 17 outputs; at most 16"),
         ({}, "audio", "part 1: embeddings of modality 'audio'; image and video have placeholders"),
         ({}, "x" * 65, "part 1: embeddings of modality 'xxx"),

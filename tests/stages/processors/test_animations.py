@@ -306,10 +306,10 @@ def test_bytes_path_and_data_url_are_the_same(tmp_path: Path) -> None:
     ("part", "problem"),
     [
         (prompt_parts.Video("data:image/gif;base64,====!"), "not base64"),
-        (prompt_parts.Video("data:image/gif"), "without a comma"),
+        (prompt_parts.Video("data:image/gif"), "has no comma"),
         (prompt_parts.Video("/nonexistent/clip.gif"), "cannot read '/nonexistent/clip.gif'"),
         (prompt_parts.Image(Path("/")), "cannot read '/'"),
-        (prompt_parts.Video(b"GIF89a", fps=2.0), "has its own timing, so leave fps away"),
+        (prompt_parts.Video(b"GIF89a", fps=2.0), "has its own timing, so omit fps"),
     ],
 )
 def test_a_source_that_cannot_be_read_says_why(part: prompt_parts.Part, problem: str) -> None:
