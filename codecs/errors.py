@@ -288,6 +288,42 @@ class AttachRefused(FerryError):
         return self.problem
 
 
+class StreamDiverged(FerryError):
+    """A request was sent again while its answer was streamed, and the new answer is no continuation of the old one."""
+
+    def __init__(self, token: int, problem: str) -> None:
+        super().__init__(token, problem)
+        self.token, self.problem = token, problem
+
+    def __str__(self) -> str:
+        return f"the answer cannot go on at token {self.token}: {self.problem}; submit the request anew"
+
+
+class AnswerFailed(FerryError):
+    """A streamed answer has no end: its request failed, or was not accepted. `outcome` is the `Failed` or `Busy`."""
+
+    def __init__(self, outcome: object) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+    def __str__(self) -> str:
+        failure = getattr(self.outcome, "failure", None)
+        if failure is not None:
+            return f"{failure.kind}: {failure.problem}"
+        return f"busy: {getattr(self.outcome, 'reason', self.outcome)}"
+
+
+class SlowClient(FerryError):
+    """A client has taken nothing of its streamed answer for too long."""
+
+    def __init__(self, tokens: int, seconds: float) -> None:
+        super().__init__(tokens, seconds)
+        self.tokens, self.seconds = tokens, seconds
+
+    def __str__(self) -> str:
+        return f"the client has taken nothing of its answer for {self.seconds:.0f} s; {self.tokens} tokens wait for it"
+
+
 class PeerBusy(FerryError):
     """A peer's queue is full; nothing was sent."""
 

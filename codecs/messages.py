@@ -314,6 +314,7 @@ class EmbeddingsPart(Wire, frozen=True, tag=6):
 
     outputs: Annotated[tuple[Tensor, ...], Meta(min_length=1, max_length=MOST_PRECOMPUTED)]  #: inline, all of them
     modality: Name = "image"  #: image or video: whose placeholders stand for it
+    grid: Grid = (0, 0, 0)  #: of the patches that it was encoded from; (0, 0, 0): not known
 
 
 class AudioPart(Wire, frozen=True, tag=7):
@@ -562,6 +563,7 @@ class Delta(Wire, frozen=True, tag=45):
     request: RequestId
     attempt: Attempt  #: to a client: the submission
     to: Life  #: 0 to a client
+    origin: Origin
     first: Annotated[int, Meta(ge=0, lt=MAX_OUTPUT_TOKENS)]  #: how many tokens of the answer come before these
     token_ids: Annotated[bytes, Meta(min_length=4, max_length=4 * MOST_DELTA_TOKENS)]
     #: When the engine gave out each, of the clock of its node.

@@ -30,6 +30,16 @@ def check_arguments(output_tokens: object, deadline_s: object, request: object, 
         raise BadRequest(f"traceparent is {_shown(traceparent)}; give the header as a str, or None")
 
 
+def check_choices(sampling: object, priority: object, tenant: object) -> None:
+    """Raises BadRequest for a choice of the wrong type; whether its numbers are in range is seen when it is encoded."""
+    if sampling is not None and not isinstance(sampling, wire.Sampling):
+        raise BadRequest(f"sampling is {_shown(sampling)}; give a tensorferry.Sampling, or None")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -100 <= priority <= 100:
+        raise BadRequest(f"priority is {_shown(priority)}; give an integer, -100 to 100")
+    if not isinstance(tenant, str) or len(tenant) > wire.MOST_TENANT:
+        raise BadRequest(f"tenant is {_shown(tenant)}; give a name of up to {wire.MOST_TENANT} characters")
+
+
 def check_list(parts: object) -> None:
     """Raises BadRequest for one text instead of a list of parts: each of its characters would become a part."""
     if isinstance(parts, str | bytes):

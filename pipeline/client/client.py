@@ -8,33 +8,29 @@ are dropped.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from typing import Unpack
 
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadMessage, BadRequest, DeploymentError, PeerBusy
-from tensorferry.codecs.frames import Buffer, Limits
+from tensorferry.codecs.errors import BadMessage, BadRequest, DeploymentError, PeerBusy, StreamDiverged
+from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.channels.curve_keys import client_keys
 from tensorferry.pipeline.channels.zmq_link import Denial
-from tensorferry.pipeline.client.argument_checks import (
-    REQUEST_NBYTES,
-    check_arguments,
-    check_decodes,
-    check_list,
-    check_sizes,
-)
+from tensorferry.pipeline.client.answer_stream import AnswerStream, Outcome
 from tensorferry.pipeline.client.door import Door, Presence, SignsOfLife, members_reported
-from tensorferry.pipeline.client.pending import Outcome, Pending
-from tensorferry.pipeline.client.prompt_parts import Part, prompt_on_wire
+from tensorferry.pipeline.client.growing_answer import is_repeatable
+from tensorferry.pipeline.client.pending import Pending
+from tensorferry.pipeline.client.prompt_parts import Part
+from tensorferry.pipeline.client.request_options import Chosen, RequestOptions
+from tensorferry.pipeline.client.submission import Submission
 from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.runtime_dir import Runtime
-from tensorferry.pipeline.telemetry.traceparent import parse
 
 log = structlog.get_logger()
 
@@ -113,67 +109,50 @@ class Client:
 
     # --- requests
 
-    def submit_nowait(
-        self,
-        parts: Sequence[Part],
-        *,
-        output_tokens: int = 0,
-        deadline_s: float | None = None,
-        request: bytes | None = None,
-        traceparent: str | None = None,
-    ) -> asyncio.Future[Outcome]:
+    def submit_nowait(self, parts: Sequence[Part], **options: Unpack[RequestOptions]) -> asyncio.Future[Outcome]:
         """Send a request; the future gives its one outcome.
 
-        parts: the prompt, in order. deadline_s: the request fails after it; the deployment's limit by default.
-        request: an id of 16 bytes, random by default; an id that is in flight is refused. traceparent: the W3C header
-        of the trace that the request belongs to; a malformed one is ignored. Bytes must not change until the outcome
-        is there. Paths are read before this returns, each of `limits.item_mb` at most. Raises BadRequest, which names
-        the argument, and DeploymentError outside the block of `connect`. A tokenizer that does not keep up gives the
-        outcome `Busy`, not an error.
+        parts: the prompt, in order. Bytes must not change until the outcome is there. Paths are read before this
+        returns, each of `limits.item_mb` at most. Raises BadRequest, which names the argument, and DeploymentError outside the
+        block of `connect`. A tokenizer that does not keep up gives the outcome `Busy`, not an error.
         """
-        check_list(parts)
-        check_arguments(output_tokens, deadline_s, request, traceparent)
+        return self._begin(parts, options).outcome
+
+    async def submit(self, parts: Sequence[Part], **options: Unpack[RequestOptions]) -> Outcome:
+        """`submit_nowait`, and wait for the outcome. The request is cancelled with the caller."""
+        sent = self._begin(parts, options)
+        try:
+            return await asyncio.shield(sent.outcome)
+        except asyncio.CancelledError:
+            self.cancel(sent.submit.request)
+            raise
+
+    def stream(self, parts: Sequence[Part], **options: Unpack[RequestOptions]) -> AnswerStream:
+        """As `submit_nowait`, for an answer that is read as the engine makes it.
+
+        `async for delta in client.stream(...)`. An engine that does not stream gives it as one delta, at the end.
+        """
+        stream = AnswerStream(self.cancel)
+        stream.request = self._begin(parts, options, stream).submit.request
+        return stream
+
+    def _begin(self, parts: Sequence[Part], options: RequestOptions, stream: AnswerStream | None = None) -> Pending:
         if self._closed:
             raise DeploymentError("this client is closed; submit within the block of Client.connect, or connect again")
-        request = secrets.token_bytes(REQUEST_NBYTES) if request is None else request
-        if request in self._requests:
-            raise BadRequest(f"request {request.hex()} is in flight already")
-        frames: list[Buffer] = []
-        wire_parts = prompt_on_wire(parts, frames, file_nbytes=self._deployment.limits.item_mb << 20)
-        check_sizes(wire_parts, frames, self._limits)
-        longest_s = self._deployment.limits.request_timeout_s
-        deadline_s = longest_s if deadline_s is None else min(deadline_s, longest_s)
-        context = None if traceparent is None else parse(traceparent)
-        submit = wire.Submit(request, 0, wire_parts, output_tokens, max(1, int(deadline_s * 1000)), context)
-        check_decodes(submit, frames, self._limits)
+        limits = self._deployment.limits
+        submit, frames, deadline_s = Submission.of(
+            parts, Chosen(**options), limits, self._limits, stream=stream is not None
+        )
+        if submit.request in self._requests:
+            raise BadRequest(f"request {submit.request.hex()} is in flight already")
         loop = asyncio.get_running_loop()
-        sent = Pending(submit, frames, loop.time() + deadline_s, loop.create_future())
-        self._requests[request] = sent
+        sent = Pending(submit, frames, loop.time() + deadline_s, loop.create_future(), stream=stream)
+        self._requests[submit.request] = sent
         try:
             self._send(sent)
         except PeerBusy as busy:
-            self._finish(wire.Busy(request, 0, RETRY_MS, str(busy)))
-        return sent.outcome
-
-    async def submit(
-        self,
-        parts: Sequence[Part],
-        *,
-        output_tokens: int = 0,
-        deadline_s: float | None = None,
-        request: bytes | None = None,
-        traceparent: str | None = None,
-    ) -> Outcome:
-        """`submit_nowait`, and wait for the outcome. The request is cancelled with the caller."""
-        request = secrets.token_bytes(REQUEST_NBYTES) if request is None else request
-        future = self.submit_nowait(
-            parts, output_tokens=output_tokens, deadline_s=deadline_s, request=request, traceparent=traceparent
-        )
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            self.cancel(request)
-            raise
+            self._finish(wire.Busy(submit.request, 0, RETRY_MS, str(busy)))
+        return sent
 
     def cancel(self, request: bytes) -> None:
         """Ask the tokenizer to give a request up; its outcome still arrives. No-op if it is not in flight.
@@ -314,6 +293,16 @@ class Client:
                     self._put_back(sent, outcome.retry_ms)
                 else:
                     self._finish(outcome)
+            case wire.Delta() as delta:
+                sent = self._requests.get(delta.request)
+                if sent is None or sent.door is not door or sent.submit.attempt != delta.attempt or not sent.stream:
+                    log.debug("delta_late", request=delta.request.hex())
+                    return
+                try:
+                    sent.stream.add(delta)
+                except StreamDiverged as problem:
+                    self._say(door, sent.cancel_message())
+                    self._finish(sent.failed(self._diverged(problem)))
             case other:
                 log.warning("message_refused", message=type(other).__name__)
 
@@ -368,6 +357,13 @@ class Client:
         if sent.cancelled:
             self._finish_cancelled(sent)
             return
+        stream = sent.stream
+        if stream is not None and stream.tokens and not is_repeatable(sent.submit.sampling):
+            reason = (
+                "its tokenizer is gone, and another attempt would answer otherwise, without temperature 0 or a seed"
+            )
+            self._finish(sent.failed(self._diverged(StreamDiverged(stream.tokens, reason))))
+            return
         asyncio.get_running_loop().call_later(after_ms / 1000, self._send_again, sent.submit.request)
 
     def _lose(self, sent: Pending, kind: str, problem: str) -> None:
@@ -385,8 +381,17 @@ class Client:
         sent = self._requests.pop(outcome.request)
         if sent.door is not None:
             sent.door.open.discard(outcome.request)
+        if sent.stream is not None:
+            try:
+                sent.stream.finish(outcome)
+            except StreamDiverged as problem:
+                outcome = sent.failed(self._diverged(problem))
+                sent.stream.finish(outcome)
         if not sent.outcome.done():
             sent.outcome.set_result(outcome)
+
+    def _diverged(self, problem: StreamDiverged) -> wire.Failure:
+        return wire.Failure("StreamDiverged", str(problem), self._origin, retryable=True)
 
     @property
     def _origin(self) -> wire.Origin:

@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 
 from tensorferry.codecs.messages import Busy
+from tensorferry.pipeline.client.answer_stream import Outcome
 from tensorferry.pipeline.client.argument_checks import check_arguments
 from tensorferry.pipeline.client.client import Client
-from tensorferry.pipeline.client.pending import Outcome
 from tensorferry.pipeline.client.prompt_parts import Part
 
 LONGEST_S = 5.0  #: the longest pause, even if the tokenizer asks for more

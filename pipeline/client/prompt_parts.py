@@ -147,8 +147,15 @@ def _video(video: Video, frames: list[Buffer], file_nbytes: int) -> wire.Part:
         if not isinstance(picture, bytes | memoryview):
             raise BadRequest(f"frame {index} of a video is a {type(picture).__name__}; give bytes, an encoded picture")
     frames += pictures
-    rate = fps if isinstance(fps, Fraction) else float(fps or 0)  # numpy's integers would overflow
-    return wire.VideoPart(len(frames) - len(pictures), len(pictures), round(rate * 1000))
+    return wire.VideoPart(len(frames) - len(pictures), len(pictures), _rate(fps))
+
+
+def _rate(fps: Real | float | None) -> tuple[int, int]:
+    """Frames a second as a fraction, exactly where it fits: 29.97 is 2997/100."""
+    rate = fps if isinstance(fps, Fraction) else Fraction(repr(float(fps or 0)))  # the decimal number that was written
+    while rate.numerator >= 1 << 31 or rate.denominator >= 1 << 31:
+        rate = rate.limit_denominator(max(1, ((1 << 31) - 1) // (int(rate) + 1)))
+    return rate.numerator, rate.denominator
 
 
 def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
@@ -172,7 +179,7 @@ def _embeddings(item: Embeddings, frames: list[Buffer]) -> wire.EmbeddingsPart:
             view = view_of(item.outputs[name]).host()
         except (BadTensor, UnsupportedDtype) as problem:
             raise BadRequest(f"output {name!r}: {problem}") from problem
-        outputs.append(wire.Output(name, wire.Inline(len(frames), CODES[view.dtype], view.shape)))
+        outputs.append(wire.Tensor(name, wire.Inline(len(frames), CODES[view.dtype], view.shape)))
         frames.append(view.data)
     return wire.EmbeddingsPart(tuple(outputs), item.modality)
 

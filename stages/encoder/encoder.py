@@ -394,7 +394,7 @@ class Encoder:
                     item.info.index,
                     item.info.rows,
                     tuple(
-                        wire.Output(name, draft.dispatch(peer.column, frames, consumers=len(peers))[0])
+                        wire.Tensor(name, draft.dispatch(peer.column, frames, consumers=len(peers))[0])
                         for name, draft in item.outputs.items()
                     ),
                 )

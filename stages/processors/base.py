@@ -79,7 +79,7 @@ class Processor(Protocol):
     def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
         """Decode and write the tensor of `plan` into `out` (every byte of it).
 
-        Returns the 16-byte content hash: over the pixels the tensor is made of, their size and every setting
+        Returns the 32-byte content hash: over the pixels the tensor is made of, their size and every setting
         that changes it, so equal hashes mean equal tensors whatever file they came from. Raises BadMedia.
         """
 
@@ -121,9 +121,9 @@ def write(processor: Processor, media: Media, plan: Plan, out: View) -> bytes:
         here = View.empty(plan.dtype, plan.shape)
         content_hash = _write(processor, media, plan, here)
         out.copy_from(here)
-    if not isinstance(content_hash, bytes) or len(content_hash) != 16:
+    if not isinstance(content_hash, bytes) or len(content_hash) != 32:
         given = f"{content_hash!r:.200}"
-        raise TypeError(f"{type(processor).__name__} gave the content hash {given}; it is 16 bytes")
+        raise TypeError(f"{type(processor).__name__} gave the content hash {given}; 32 bytes are needed")
     return content_hash
 
 

@@ -67,7 +67,7 @@ class KimiK25Processor:
             pixels = np.asarray(image)
             write_patches(pixels, size, out, KIMI_PATCH, 1, 1, *NORMALISATIONS[_NORMALISATION], canvas=canvas)
         where = "" if out.on_host else f"gpu {image.width}x{image.height} "
-        digest = hashlib.blake2b(f"{self._settings} {where}{size[0]}x{size[1]}\n".encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{self._settings} {where}{size[0]}x{size[1]}\n".encode(), digest_size=32)
         digest.update(np.ascontiguousarray(pixels).data)
         return digest.digest()
 

@@ -115,7 +115,7 @@ class Qwen2VLProcessor:
         return digest.digest()
 
     def _digest(self, sizes: str) -> hashlib.blake2b:
-        return hashlib.blake2b(f"{self._settings} {sizes}\n".encode(), digest_size=16)
+        return hashlib.blake2b(f"{self._settings} {sizes}\n".encode(), digest_size=32)
 
     def rows_for(self, width: int, height: int) -> int:
         if width * height > self.limits.item_pixels:

@@ -78,7 +78,7 @@ class Answer:
         """Tokens that the owner was not told of."""
         return self.count - self._told
 
-    def next_delta(self, request: bytes, attempt: int, to: int) -> wire.Delta | None:
+    def next_delta(self, request: bytes, attempt: int, to: int, origin: wire.Origin) -> wire.Delta | None:
         """The next that the owner is to be told, `wire.MOST_DELTA_TOKENS` at most; None: nothing."""
         first, last = self._told, min(self.count, self._told + wire.MOST_DELTA_TOKENS)
         if first == last:
@@ -88,6 +88,7 @@ class Answer:
             request,
             attempt,
             to,
+            origin,
             first,
             bytes(self.token_ids[4 * first : 4 * last]),
             tuple(self.at_ns[first:last]),

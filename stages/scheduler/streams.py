@@ -37,6 +37,8 @@ class Job:
 class Owners(Protocol):
     """Who hears what becomes of a job. None of these raises, nor waits."""
 
+    origin: wire.Origin  #: of this rank
+
     def is_over(self, job: Job) -> bool:
         """Whether nobody waits for it any more."""
         ...
@@ -178,10 +180,13 @@ class _Teller:
         self.close()
         if not self._answer.stream:
             return
-        admit = self._job.admit
-        while (delta := self._answer.next_delta(admit.request, admit.attempt, admit.owner.epoch)) is not None:
+        while (delta := self._next()) is not None:
             self._owners.answering(self._job, delta)
         self._next_s = asyncio.get_running_loop().time() + COALESCE_S
+
+    def _next(self) -> wire.Delta | None:
+        admit = self._job.admit
+        return self._answer.next_delta(admit.request, admit.attempt, admit.owner.epoch, self._owners.origin)
 
     def close(self) -> None:
         if self._timer is not None:

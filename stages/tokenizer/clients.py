@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
@@ -16,6 +17,7 @@ from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
 
+MOST_OWED = 1024  #: outcomes that wait for a client to have room for them
 MOST_CLIENTS = 4096  #: that are told of changes; one that is forgotten greets again, and some leave without a word
 
 
@@ -27,6 +29,7 @@ class Clients:
     ) -> None:
         """members: what they are told. silent_s: after so long without a greeting it is seen whether one is there."""
         self._door, self._members, self._silent_s, self._counters = door, members, silent_s, counters
+        self._owed: dict[bytes, deque[wire.Message]] = {}  # outcomes, by client
         self._known: dict[bytes, float] = {}  # when each was last known to be there, the longest ago first
 
     def greeted(self, client: bytes) -> None:
@@ -68,16 +71,52 @@ class Clients:
             return False
         return False
 
+    def offer(self, client: bytes, delta: wire.Delta) -> bool:
+        """False: its queue is full, and nothing was sent. What one that is gone would have got is dropped."""
+        try:
+            self._door.send_nowait(client, delta)
+        except PeerBusy:
+            return False
+        except PeerGone:
+            self.left(client)
+        return True
+
+    def pay(self) -> None:
+        """Send the outcomes that clients had no room for, as far as they have room now."""
+        for client, owed in list(self._owed.items()):
+            while owed:
+                try:
+                    self._door.send_nowait(client, owed[0])
+                except PeerBusy:
+                    break
+                except PeerGone as problem:
+                    self._undeliverable(owed.popleft(), problem)
+                else:
+                    owed.popleft()
+            if not owed:
+                del self._owed[client]
+
     def answer(self, client: bytes, message: wire.Message) -> bool:
-        """False: there is nobody to take it."""
+        """False: there is nobody to take it. An outcome for which its client has no room is sent by `pay`."""
         try:
             self._door.send_nowait(client, message)
-        except (PeerGone, PeerBusy) as problem:
+        except PeerBusy as problem:
+            if isinstance(message, wire.Members):  # the next one says all that this one did
+                return True
+            owed = self._owed.setdefault(client, deque())
+            if len(owed) >= MOST_OWED:
+                self._undeliverable(message, problem)
+                return False
+            owed.append(message)
+        except PeerGone as problem:
             self.left(client)
             if isinstance(message, wire.Members):  # no answer: who only looks how we are does not stay for all we say
                 log.debug("client_left", problem=str(problem))
                 return False
-            self._counters.count("answers_undeliverable")
-            log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))
+            self._undeliverable(message, problem)
             return False
         return True
+
+    def _undeliverable(self, message: wire.Message, problem: PeerGone | PeerBusy) -> None:
+        self._counters.count("answers_undeliverable")
+        log.warning("answer_undeliverable", message=type(message).__name__, problem=str(problem))

@@ -26,6 +26,7 @@ from tensorferry.stages.tokenizer.precomputed import NO_HASH, Precomputed
 from tensorferry.stages.tokenizer.request import Life, Request
 
 LOOK_AGAIN_S = 0.002
+FEATURES = "features"  #: the name of the one tensor that a processor makes of an item
 GROWN_S = 0.0005  #: making a chunk takes about twice as long
 
 
@@ -176,7 +177,7 @@ class Dispatch:
             its = [index for index, owner in owned.items() if owner is peer]
             payloads = {index: drafts[index].dispatch(peer.column, frames)[0] for index in its}
             items = tuple(
-                wire.Item(plan.modality, plan.grid, plan.rows, request.hashes[index], payloads.get(index))
+                wire.Item(plan.modality, plan.grid, plan.rows, request.hashes[index], _features(payloads.get(index)))
                 for index, plan in enumerate(prompt.plans)
             )
             message = wire.Encode(
@@ -187,7 +188,7 @@ class Dispatch:
                 ranks,
                 group,
                 items,
-                request.deadline_ns,
+                request.left_ms,
                 anew,
                 request.context,
             )
@@ -205,7 +206,11 @@ class Dispatch:
         lives = [Life.of(peer) for peer in self._attention_group(request.submit.request)]
         group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
         token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
-        spans = tuple(wire.Span(offset, length) for offset, length in prompt.spans)
+        items = tuple(
+            wire.PlacedItem(plan.modality, prompt.grid(index), request.hashes[index], (wire.Span(offset, length),))
+            for index, (plan, (offset, length)) in enumerate(zip(prompt.plans, prompt.spans, strict=True))
+        )
+        submit = request.submit
         request.schedulers = lives
         request.waiting = {life.peer.rank for life in lives}
         request.collecting = set(request.waiting)
@@ -213,16 +218,20 @@ class Dispatch:
             request.told.append(life)
             life.peer.outbox.send_nowait(
                 wire.Admit(
-                    request.submit.request,
+                    submit.request,
                     request.attempt,
                     life.epoch,
                     self._stage.origin,
                     group,
                     token_bytes,
-                    spans,
-                    request.submit.output_tokens,
-                    request.deadline_ns,
+                    items,
+                    submit.output_tokens,
+                    request.left_ms,
                     request.context,
+                    submit.sampling,
+                    submit.stream,
+                    submit.priority,
+                    submit.tenant or request.who,
                 )
             )
             if prompt.precomputed:
@@ -234,7 +243,7 @@ class Dispatch:
         items = []
         for index, source in prompt.precomputed.items():
             payloads = drafts[index].dispatch(life.peer.column, frames, consumers=len(request.schedulers))
-            outputs = tuple(map(wire.Output, source.outputs, payloads))
+            outputs = tuple(map(wire.Tensor, source.outputs, payloads))
             items.append(wire.Embedding(index, prompt.plans[index].rows, outputs))
         message = wire.Embeddings(
             request.submit.request, request.attempt, life.epoch, self._stage.origin, tuple(items), ()
@@ -256,3 +265,8 @@ class Dispatch:
         if not whole:
             raise PeerGone("scheduler", "no attention group has all of its ranks ready")
         return whole[int.from_bytes(request[:8], "big") % len(whole)]
+
+
+def _features(payload: wire.Payload | None) -> tuple[wire.Tensor, ...]:
+    """An item's features as its owner gets them; none for everybody else."""
+    return () if payload is None else (wire.Tensor(FEATURES, payload),)

@@ -20,6 +20,11 @@ from tensorferry.stages.tokenizer.precomputed import Precomputed, read_precomput
 from tensorferry.stages.tokenizer.text import Rows, TextEncoder
 
 MediaPart = wire.ImagePart | wire.VideoPart | wire.AnimationPart
+_UNKNOWN = {
+    wire.AudioPart: "a sound",
+    wire.VideoFilePart: "a video file (send its pictures, or an animated GIF, PNG or WebP)",
+    wire.ImageRef: "a reference to an image that was seen before (send its bytes)",
+}
 Source = Media | Precomputed  #: what an item is made of
 
 
@@ -41,6 +46,11 @@ class Prompt:
     def to_encode(self, items: Iterable[int]) -> list[int]:
         """Those of these items whose embeddings are yet to be made."""
         return [index for index in items if not isinstance(self.sources[index], Precomputed)]
+
+    def grid(self, item: int) -> tuple[int, int, int]:
+        """Of the patches that an item's embeddings are, or were, made from; (0, 0, 0): not known."""
+        source = self.sources[item]
+        return source.grid if isinstance(source, Precomputed) else self.plans[item].grid
 
     @property
     def layouts(self) -> list[Layout]:
@@ -94,8 +104,10 @@ class Planner:
             raise BadRequest(f"tensors of {prompt.nbytes >> 20} MiB; limits.request_mb is {self._limits.request_mb}")
         return prompt
 
-    def _item(self, part: MediaPart | wire.EmbeddingsPart, frames: Sequence[Buffer]) -> tuple[Source, Plan]:
+    def _item(self, part: wire.Part, frames: Sequence[Buffer]) -> tuple[Source, Plan]:
         """What an item is made of, and what it will become. Raises BadMedia."""
+        if not isinstance(part, MediaPart | wire.EmbeddingsPart):
+            raise BadMedia(f"{_UNKNOWN[type(part)]}, which this deployment does not take")
         if isinstance(part, wire.EmbeddingsPart):
             ready = read_precomputed(part, frames, self._form)
             return ready, ready.plan
@@ -112,7 +124,7 @@ class Planner:
             raise BadMedia(f"{nbytes} encoded bytes; limits.item_mb is {self._limits.item_mb}")
         match part:
             case wire.VideoPart():
-                return Clip(frames[first : first + count], part.frames_per_1000_s / 1000 or None)
+                return Clip(frames[first : first + count], part.rate[0] / part.rate[1] or None)
             case wire.AnimationPart():
                 return AnimatedFile(frames[first])
         image: bytes | memoryview = frames[first]

@@ -18,7 +18,7 @@ from tensorferry.stages.processors.base import BadMedia, Plan
 
 #: The grid of an item that has no patches, so no owner among the encoder ranks.
 NO_GRID = (0, 0, 0)
-NO_HASH = bytes(16)  #: and the content hash of one
+NO_HASH = bytes(32)  #: and the content hash of one
 #: A float's exponent bits, of those whose all-ones mean NaN or infinity, and the integer that has them.
 _EXPONENTS = {
     "float16": (np.uint16, 0x7C00),
@@ -34,6 +34,7 @@ class Precomputed:
 
     modality: str
     outputs: Mapping[str, View]
+    grid: tuple[int, int, int] = NO_GRID  #: of the patches that its embeddings were made from, if its client said so
 
     @property
     def plan(self) -> Plan:
@@ -82,7 +83,7 @@ def read_precomputed(part: wire.EmbeddingsPart, frames: Sequence[Buffer], form: 
             raise BadMedia(f"{found}; the deployment's model makes {form.dtype} of width {form.width}")
         for name, other in list(outputs.items())[1:]:
             _check_other(name, other, rows.shape[0], form)
-    return Precomputed(part.modality, outputs)
+    return Precomputed(part.modality, outputs, part.grid)
 
 
 def _check_other(name: str, given: View, rows: int, form: Form) -> None:

@@ -8,8 +8,9 @@ import time
 import structlog
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import LethalRequest, PeerBusy, PeerGone
+from tensorferry.codecs.errors import LethalRequest, PeerBusy, PeerGone, StreamDiverged
 from tensorferry.pipeline.backoff import backoff_s
+from tensorferry.pipeline.client.growing_answer import is_repeatable
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.stages.tokenizer.dispatch import Dispatch
 from tensorferry.stages.tokenizer.request import Life, Reported, Request
@@ -40,6 +41,8 @@ class Recovery:
         while True:
             await request.news.wait()
             request.news.clear()
+            if request.broken is not None:
+                raise request.broken
             if request.failure is not None:
                 raise Reported(request.failure)
             if not request.waiting:
@@ -65,6 +68,10 @@ class Recovery:
                 raise problem
         if request.sendings + 1 >= wire.SENDINGS:
             raise problem
+        relay = request.relay
+        if relay is not None and relay.tokens and not is_repeatable(request.submit.sampling):
+            reason = f"{problem}; another attempt would answer otherwise, without temperature 0 or a seed"
+            raise StreamDiverged(relay.tokens, reason) from problem
         self._stage.counters.count("requests_sent_again")
         log.info("sent_again", reason=str(problem))
         self._dispatch.cancel(request, request.told)

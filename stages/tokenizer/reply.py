@@ -7,24 +7,28 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from structlog.contextvars import bound_contextvars
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadMessage, FerryError
+from tensorferry.codecs.errors import BadMessage, FerryError, SlowClient, StreamDiverged
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.pipeline.telemetry.span_exporter import Exporter
 from tensorferry.pipeline.telemetry.traceparent import sampled
 from tensorferry.stages.failures import failure_of
 from tensorferry.stages.request_spans import Ended
 from tensorferry.stages.tokenizer.admission import Overload
+from tensorferry.stages.tokenizer.answer_relay import AnswerRelay
 from tensorferry.stages.tokenizer.clients import Clients
+from tensorferry.stages.tokenizer.detokenizer import Detokenizer
 from tensorferry.stages.tokenizer.dispatch import Dispatch
 from tensorferry.stages.tokenizer.latencies import Latencies
 from tensorferry.stages.tokenizer.owned_requests import OwnedRequests
 from tensorferry.stages.tokenizer.planner import Prompt
 from tensorferry.stages.tokenizer.request import Reported, Request
+from tensorferry.stages.tokenizer.text import TextEncoder
 
 log = structlog.get_logger()
 
@@ -47,10 +51,11 @@ class Replies:
         clients: Clients,
         requests: OwnedRequests,
         dispatch: Dispatch,
+        text: TextEncoder,
         spans: Exporter | None = None,
     ) -> None:
         self._stage, self._clients, self._requests = stage, clients, requests
-        self._dispatch, self._spans = dispatch, spans
+        self._dispatch, self._text, self._spans = dispatch, text, spans
         self._latencies = Latencies()
 
     def gauges(self) -> Mapping[str, float]:
@@ -61,13 +66,15 @@ class Replies:
 
     def take(self, message: wire.Message) -> bool:
         """Note a report in its request; False: the message is no report."""
-        if not isinstance(message, wire.Collected | wire.Done | wire.Failed):
+        if not isinstance(message, wire.Collected | wire.Done | wire.Delta | wire.Failed):
             return False
         request = self._requests.get(message.request)
         if request is None or request.attempt != message.attempt:
             self._stage.counters.count("reports_late")
         elif isinstance(message, wire.Failed):
             self._note_failure(request, message.failure)
+        elif isinstance(message, wire.Delta):
+            self._relay(request, message)
         else:
             self._note_progress(request, message)
         return True
@@ -94,7 +101,25 @@ class Replies:
             if not request.waiting:
                 request.news.set()
 
+    def _relay(self, request: Request, delta: wire.Delta) -> None:
+        """Send a stretch of the answer on to the client."""
+        if request.relay is None or not request.is_attended_by(delta.origin):
+            self._stage.counters.count("messages_of_strangers")
+            return
+        try:
+            request.relay.take(delta)
+        except (StreamDiverged, SlowClient) as problem:
+            request.broken = request.broken or problem
+            request.news.set()
+
     # --- to clients
+
+    def relay_of(self, client: bytes, submit: wire.Submit) -> AnswerRelay | None:
+        """What sends the answer to the client as it comes, if the client wants that."""
+        if not submit.stream:
+            return None
+        detokenizer = Detokenizer(self._text.tokenizer)
+        return AnswerRelay(submit, self._stage.origin, detokenizer, partial(self._clients.offer, client))
 
     @contextmanager
     def replying(self, request: Request) -> Iterator[Reply]:
@@ -184,4 +209,8 @@ def result_of(request: Request, prompt: Prompt) -> wire.Result:
         items,
         (*before, *first.marks, wire.Mark("answered", time.monotonic_ns())),
         first.token_ids,
+        first.text,
+        first.finish,
+        first.cached_tokens,
+        first.logprobs,
     )

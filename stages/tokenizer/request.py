@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError
 from tensorferry.pipeline.peers.peer import Peer
+from tensorferry.stages.tokenizer.answer_relay import AnswerRelay
 
 
 class Life(NamedTuple):
@@ -43,6 +44,7 @@ class Request:
     client: bytes
     submit: wire.Submit
     timeout_s: float  #: from its acceptance, which is when this is made
+    who: str = ""  #: its client, to schedulers, where the request names no tenant
     context: bytes | None = None  #: of its span, where there is one, or its client's
     task: asyncio.Task[None] | None = None  #: that serves it
     marks: dict[str, int] = field(default_factory=lambda: {"received": time.monotonic_ns()})  #: when it reached a step
@@ -58,6 +60,8 @@ class Request:
     told: list[Life] = field(default_factory=list)  #: who knows of this attempt and must hear of a cancel
     reports: dict[int, wire.Done] = field(default_factory=dict)  #: by scheduler rank
     failure: wire.Failure | None = None  #: what an encoder or scheduler said
+    relay: AnswerRelay | None = None  #: of its answer, if its client wants that streamed
+    broken: FerryError | None = None  #: why its answer cannot go on
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -69,6 +73,11 @@ class Request:
     def deadline_ns(self) -> int:
         """When it fails (monotonic) unless it is done."""
         return self.marks["received"] + int(self.timeout_s * 1e9)
+
+    @property
+    def left_ms(self) -> int:
+        """How long until then, in milliseconds; at least 1, since a peer can be told no less."""
+        return max(1, (self.deadline_ns - time.monotonic_ns()) // 1_000_000)
 
     @property
     def attempt(self) -> int:
@@ -108,6 +117,8 @@ class Request:
         self.schedulers, self.told = [], []
         self.waiting, self.collecting = set(), set()
         self.owners, self.reports = {}, {}
+        if self.relay is not None:
+            self.relay.begin_attempt()
 
     @property
     def is_cancelled(self) -> bool:

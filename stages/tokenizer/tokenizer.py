@@ -77,7 +77,7 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
             media = traffic.media_folder(record) if deployment.telemetry.record_media else None
             recorder = Recorder(traffic.part_of(record, rank), media, text, deployment.limits, stage.counters)
             stage.channels.callback(recorder.close)
-        tokenizer = Tokenizer(stage, door, threads, processor, planner, recorder, spans)
+        tokenizer = Tokenizer(stage, door, threads, processor, planner, text, recorder, spans)
         with stage.running(
             tokenizer.serve_clients(), stage.serve(tokenizer), tokenizer.watch_peers(), tokenizer.watch_clients()
         ):
@@ -99,6 +99,7 @@ class Tokenizer:
         threads: ThreadPoolExecutor,
         processor: Processor,
         planner: Planner,
+        text: TextEncoder,
         recorder: Recorder | None = None,
         spans: Exporter | None = None,
     ) -> None:
@@ -111,7 +112,7 @@ class Tokenizer:
         self._clients = Clients(door, self._members, stage.deployment.timeouts.quarantine_s, stage.counters)
         self._dispatch = Dispatch(stage, threads, processor, self._watch)
         self._recovery = Recovery(stage, self._dispatch)
-        self._replies = Replies(stage, self._clients, self._requests, self._dispatch, spans)
+        self._replies = Replies(stage, self._clients, self._requests, self._dispatch, text, spans)
         self._open = self._draining = False
 
     # --- what its process asks: see `Work`
@@ -176,7 +177,9 @@ class Tokenizer:
         if owned is not None:
             owned.cancel()  # an older attempt of the same client; the newer one is answered
         context = submit.context if self._spans is None else new_context(submit)
-        request = Request(client, submit, min(submit.deadline_ms / 1000, self._limits.request_timeout_s), context)
+        timeout_s = min(submit.deadline_ms / 1000, self._limits.request_timeout_s)
+        request = Request(client, submit, timeout_s, _name_of(who), context)
+        request.relay = self._replies.relay_of(client, submit)
         try:
             self._admit(request, frames, who)
         except Overload as full:
@@ -292,6 +295,7 @@ class Tokenizer:
         heartbeat_s = self._stage.deployment.timeouts.heartbeat_s
         while True:
             await asyncio.sleep(max(heartbeat_s, self._limits.request_timeout_s / MOST_LOOKS))
+            self._clients.pay()
             clients = {request.client for request in self._requests}
             gone = {client for client in clients if self._clients.is_gone(client, 2 * heartbeat_s)}
             abandoned = [one for one in self._requests if one.client in gone and not one.is_cancelled]
@@ -312,3 +316,9 @@ class Tokenizer:
         state = "leaving" if self._draining else "ready" if ready else "waiting"
         me = wire.Member("tokenizer", origin.rank, origin.epoch, state, self._stage.gauges())
         return wire.Members(origin, ready, (me, *peers.members()))
+
+
+def _name_of(who: str | bytes) -> str:
+    """A client as schedulers know it, where it names no tenant."""
+    name = who if isinstance(who, str) else f"connection {who.hex()}"
+    return name[: wire.MOST_TENANT]

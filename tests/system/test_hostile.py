@@ -74,7 +74,7 @@ def encode(epochs: Epochs, payload: wire.Payload, **changes: object) -> wire.Enc
 
 
 def embeddings(epochs: Epochs, payload: wire.Payload) -> wire.Embeddings:
-    item = wire.Embedding(0, 4, (wire.Output("embeddings", payload),))
+    item = wire.Embedding(0, 4, (wire.Tensor("embeddings", payload),))
     return wire.Embeddings(REQUEST, 0, epochs["scheduler"], me(epochs, "encoder"), (item,), ())
 
 

@@ -85,7 +85,9 @@ MESSAGES: dict[str, wire.Message] = {
         0,
         (
             wire.EmbeddingsPart((wire.Tensor("embeddings", wire.Inline(0, CODES["bfloat16"], (64, 4096))),)),
-            wire.EmbeddingsPart((wire.Tensor("embeddings", INLINE), wire.Tensor("deepstack", INLINE)), "video"),
+            wire.EmbeddingsPart(
+                (wire.Tensor("embeddings", INLINE), wire.Tensor("deepstack", INLINE)), "video", (2, 4, 8)
+            ),
         ),
         16,
         1000,
@@ -120,8 +122,8 @@ MESSAGES: dict[str, wire.Message] = {
         4,
         (wire.TokenLogprob(-0.5, ((1, -0.5), (7, -2.25))),) * 2,
     ),
-    "delta, to its owner": wire.Delta(REQUEST, 513, TOKENIZER.epoch, 0, ANSWER, (MARK.at_ns, LARGEST), "Hi"),
-    "delta": wire.Delta(REQUEST, 2, 0, 2, b"\x01\0\0\0", (LARGEST,), "", (wire.TokenLogprob(-0.5),)),
+    "delta, to its owner": wire.Delta(REQUEST, 513, TOKENIZER.epoch, SCHEDULER, 0, ANSWER, (MARK.at_ns, LARGEST), "Hi"),
+    "delta": wire.Delta(REQUEST, 2, 0, TOKENIZER, 2, b"\x01\0\0\0", (LARGEST,), "", (wire.TokenLogprob(-0.5),)),
     "failed": wire.Failed(REQUEST, 1, wire.Failure("BadItem", "item 3: no image", TOKENIZER, 3)),
     "failed, worth a retry": wire.Failed(REQUEST, 1, wire.Failure("PeerGone", "encoder-2: died", ENCODER, -1, True)),
     "busy": wire.Busy(REQUEST, 0, 200, "256 requests in flight (limits.in_flight_requests)"),

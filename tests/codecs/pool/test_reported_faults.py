@@ -318,7 +318,7 @@ async def test_b30_fifty_megabytes_sent_inline_may_be_overwritten_at_once() -> N
                 with publisher.publish(source) as draft:
                     [payload] = draft.dispatch(None, frames)
                 source[:] = 99
-                output = wire.Output("features", payload)
+                output = wire.Tensor("features", payload)
                 embedding = wire.Embedding(0, 1, (output,))
                 message = wire.Embeddings(bytes(16), number, 1, origin, (embedding,), ())
                 outbox.send_nowait(message, frames)

@@ -500,7 +500,7 @@ class Collector(Scheduler):
             await self.is_filed.wait()
 
     def arrive(self, *proxies: Proxy) -> None:
-        items = tuple(wire.Embedding(n, 100, (wire.Output("embeddings", proxy),)) for n, proxy in enumerate(proxies))
+        items = tuple(wire.Embedding(n, 100, (wire.Tensor("embeddings", proxy),)) for n, proxy in enumerate(proxies))
         self._arrived(wire.Embeddings(bytes(16), 0, 7, wire.Origin("encoder", 0, 7), items, ()), [])
 
     def _file(self, message: Any, over: bool, arrived: Any, problem: Any) -> None:

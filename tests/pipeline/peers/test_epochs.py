@@ -42,7 +42,7 @@ def admit(to: int) -> wire.Admit:
 
 
 def embeddings(to: int) -> wire.Embeddings:
-    items = (wire.Embedding(0, 4, (wire.Output("embeddings", PAYLOAD),)),)
+    items = (wire.Embedding(0, 4, (wire.Tensor("embeddings", PAYLOAD),)),)
     return wire.Embeddings(REQUEST, 0, to, wire.Origin("encoder", 0, 5), items, ())
 
 

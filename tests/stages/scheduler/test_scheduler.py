@@ -77,7 +77,7 @@ class Rank:
         """Embeddings of these items, each full of its number."""
         frames = [np.full((ROWS, WIDTH), item, np.uint8).data for item in items]
         embeddings = tuple(
-            wire.Embedding(item, ROWS, (wire.Output("embeddings", wire.Inline(frame, CODES["uint8"], (ROWS, WIDTH))),))
+            wire.Embedding(item, ROWS, (wire.Tensor("embeddings", wire.Inline(frame, CODES["uint8"], (ROWS, WIDTH))),))
             for frame, item in enumerate(items)
         )
         self.scheduler.take(wire.Embeddings(request.rjust(16), attempt, ME, ENCODER, embeddings, ()), frames)
@@ -156,7 +156,7 @@ async def test_l3_what_a_stranger_lends_is_given_back_unread(rank_of: Callable[.
         column = pool.admit(*rank.reader.attach(*pool.export()))
         with Publisher(pool, inline_below_nbytes=0).draft([("uint8", (ROWS, WIDTH))]) as draft:
             [payload] = draft.dispatch(column, [])
-        items = (wire.Embedding(0, ROWS, (wire.Output("embeddings", payload),)),)
+        items = (wire.Embedding(0, ROWS, (wire.Tensor("embeddings", payload),)),)
         rank.scheduler.take(wire.Embeddings(bytes(16), 0, ME, STRANGER, items, ()), ())
         pool.reclaim()
         assert pool.statistics().lent_slots == 0

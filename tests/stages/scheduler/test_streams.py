@@ -28,6 +28,8 @@ DEADLINE_S = 20.0
 class Heard:
     """What the owners were told, in order."""
 
+    origin = wire.Origin("scheduler", 0, 9)
+
     def __init__(self) -> None:
         self.deltas: list[wire.Delta] = []
         self.ends: list[tuple[str, Any]] = []

@@ -153,7 +153,7 @@ def test_e3_a_part_that_lies_is_refused(
         return wire.Proxy(1, 0, 1, 0, code, shape) if frame is None else wire.Inline(frame, code, shape)
 
     part = wire.EmbeddingsPart(
-        tuple(wire.Output(name, payload(frame, shape)) for name, frame, shape in outputs), modality
+        tuple(wire.Tensor(name, payload(frame, shape)) for name, frame, shape in outputs), modality
     )
     planner = Planner(make_processor("qwen2-vl", {}, LIMITS), TextEncoder.from_file(None), LIMITS, FORM)
     with pytest.raises(BadItem, match=problem):
