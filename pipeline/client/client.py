@@ -113,8 +113,8 @@ class Client:
         """Send a request; the future gives its one outcome.
 
         parts: the prompt, in order. Bytes must not change until the outcome is there. Paths are read before this
-        returns, each of `limits.item_mb` at most. Raises BadRequest, which names the argument, and DeploymentError outside the
-        block of `connect`. A tokenizer that does not keep up gives the outcome `Busy`, not an error.
+        returns, each of `limits.item_mb` at most. Raises BadRequest, which names the argument, and DeploymentError
+        outside the block of `connect`. A tokenizer that does not keep up gives the outcome `Busy`, not an error.
         """
         return self._begin(parts, options).outcome
 

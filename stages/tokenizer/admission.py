@@ -80,6 +80,10 @@ class Rate:
         self._due: dict[object, float] = {}  # client -> when it will have been quiet for long enough to start anew
         self._most = 1024  # entries, before the quiet ones are looked for
 
+    def __len__(self) -> int:
+        """How many clients it remembers."""
+        return len(self._due)
+
     def take(self, client: object, now: float) -> None:
         """now: seconds, monotonic. Raises Overload, with the time to wait, having booked nothing."""
         if self._per_s is None:

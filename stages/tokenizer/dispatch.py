@@ -13,7 +13,7 @@ from functools import partial
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, PeerGone, text_of
 from tensorferry.codecs.frames import Buffer
-from tensorferry.codecs.pool.publisher import Draft, Layout
+from tensorferry.codecs.pool.publisher import Draft
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.stages.assignment import owners
@@ -22,12 +22,11 @@ from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.off_loop import run_to_end
 from tensorferry.stages.processors.base import BadMedia, Processor, write
 from tensorferry.stages.tokenizer.planner import Prompt
+from tensorferry.stages.tokenizer.pool_room import wait_for_room
 from tensorferry.stages.tokenizer.precomputed import NO_HASH, Precomputed
 from tensorferry.stages.tokenizer.request import Life, Request
 
-LOOK_AGAIN_S = 0.002
 FEATURES = "features"  #: the name of the one tensor that a processor makes of an item
-GROWN_S = 0.0005  #: making a chunk takes about twice as long
 
 
 class Dispatch:
@@ -44,7 +43,7 @@ class Dispatch:
             await self._stage.peers.changed()
         every = prompt.layouts
         layouts = {index: every[index] for index in items}
-        await self._wait_for_room(list(layouts.values()))
+        await wait_for_room(self._stage, list(layouts.values()))
         publisher = self._stage.publisher
         with ExitStack() as leases:
             drafts = {
@@ -75,32 +74,6 @@ class Dispatch:
             if peer.epoch == epoch:
                 with self._stage.alone():
                     self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.attempt, epoch))
-
-    async def _wait_for_room(self, layouts: Sequence[Layout]) -> None:
-        """Until the pool has room for all of a request, or the wait is over: with `when_full: wait`, and while an
-        elastic pool grows for it.
-
-        Nothing is held meanwhile, so requests cannot lock each other out.
-        """
-        deployment, publisher, counters = self._stage.deployment, self._stage.publisher, self._stage.counters
-        spec = deployment.pool
-        waits, elastic = spec.when_full == "wait", deployment.transport == "cuda_vmm"
-        if not (waits or elastic) or publisher.fits(layouts):
-            return
-        if elastic and publisher.growing(layouts):
-            counters.count("growth_waits")
-            until_ns = time.monotonic_ns() + spec.grow_wait_ms * 1_000_000
-            while time.monotonic_ns() < until_ns and publisher.growing(layouts):
-                await asyncio.sleep(GROWN_S)
-                if publisher.fits(layouts):
-                    return
-        if not waits:
-            return
-        counters.count("pool_waits")
-        until_ns = time.monotonic_ns() + spec.wait_ms * 1_000_000
-        # Acknowledgements are words in memory: nobody calls when one is written.
-        while time.monotonic_ns() < until_ns and not publisher.fits(layouts):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _process(self, prompt: Prompt, drafts: Mapping[int, Draft]) -> dict[int, bytes]:
         """Decode items into their drafts, `threads` at a time; their content hashes. Raises BadItem."""
@@ -137,7 +110,7 @@ class Dispatch:
         ways = [(drafts[index], peer.column) for index, peer in owned.items()]
         if ready := drafts.keys() & prompt.precomputed.keys():
             with suppress(PeerGone):  # `_admit` says so
-                group = self._attention_group(request.submit.request)
+                group = self.attention_group(request.submit.request)
                 ways += [(drafts[index], peer.column) for index in ready for peer in group]
         return ways
 
@@ -203,7 +176,7 @@ class Dispatch:
     def _admit(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> None:
         """Tell the scheduler ranks that attend to a request, and give them what needs no encoder. Raises PeerBusy or
         PeerGone."""
-        lives = [Life.of(peer) for peer in self._attention_group(request.submit.request)]
+        lives = [Life.of(peer) for peer in self.attention_group(request.submit.request)]
         group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
         token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
         items = tuple(
@@ -259,8 +232,9 @@ class Dispatch:
         groups = [range(first, first + size) for first in range(0, spec.groups * spec.tp_size, size)]
         return [[usable[rank] for rank in group] for group in groups if usable.keys() >= set(group)]
 
-    def _attention_group(self, request: bytes) -> list[Peer]:
-        """The scheduler ranks that attend to this request together: of the groups that are whole, one by request id."""
+    def attention_group(self, request: bytes) -> list[Peer]:
+        """The scheduler ranks that attend to this request: one of the complete groups, by the request's id. Raises
+        PeerGone."""
         whole = self.groups()
         if not whole:
             raise PeerGone("scheduler", "no attention group has all of its ranks ready")

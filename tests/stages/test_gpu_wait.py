@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,12 +106,10 @@ async def test_what_is_told_of_by_message_is_complete_first() -> None:
 
 
 async def test_a_consumer_that_loses_its_column_meanwhile_is_seen() -> None:
-    first, second, now = GpuDraft(4), GpuDraft(4), SimpleNamespace(column=4)
+    first, second = GpuDraft(4), GpuDraft(4)
 
     def ways() -> Any:
-        if first.asked == 2:
-            now.column = None
-        return [(first, None), (second, now.column)]
+        return [(first, None), (second, 4 if first.asked < 2 else None)]
 
     async with asyncio.timeout(DEADLINE_S):
         await stage(ways)

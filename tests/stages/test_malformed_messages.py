@@ -66,8 +66,8 @@ telemetry: {{log_level: warning, log_format: json}}
 class Inside:
     """A deployment of three stages in this process, and what a fuzzer wants to know of it."""
 
-    def __init__(self, deployment: Deployment, client: Client, parts: dict[str, Any]) -> None:
-        self.deployment, self.client, self.parts = deployment, client, parts
+    def __init__(self, deployment: Deployment, client: Client, parts: dict[str, Any], stages: dict[str, Stage]) -> None:
+        self.deployment, self.client, self.parts, self.stages = deployment, client, parts, stages
         self.patience_s = DEADLINE_S
         runtime = Runtime.of(deployment)
         self.epochs = {name: self.stage(name).epoch for name in STAGES}
@@ -89,8 +89,7 @@ class Inside:
             self.digests.append(fingerprint.fingerprint_of(out.data.data, plan.dtype, plan.shape))
 
     def stage(self, name: str) -> Stage:
-        stage: Stage = self.parts[name]._stage
-        return stage
+        return self.stages[name]
 
     def pool(self, name: str) -> int:
         pool = self.stage(name).publisher.pool
@@ -155,9 +154,9 @@ class Inside:
         """What is held for requests, where there is anything."""
         scheduler = self.parts["scheduler"]
         held = {
-            "requests": len(self.parts["tokenizer"]._requests),
-            "jobs": self.parts["encoder"]._jobs.unfinished,
-            "ready": len(scheduler._ready) + len(scheduler._running) + scheduler._collecting,
+            "requests": self.parts["tokenizer"].in_flight(),
+            "jobs": self.parts["encoder"].in_flight(),
+            "ready": scheduler.gauges()["queued"] + (scheduler.busy_since() is not None),
         }
         for name in ("tokenizer", "encoder"):
             pool = self.stage(name).publisher.pool
@@ -202,10 +201,11 @@ class Inside:
 @asynccontextmanager
 async def inside(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Inside]:
     parts: dict[str, Any] = {}
+    stages: dict[str, Stage] = {}
 
     def kept(name: str, cls: Any) -> Any:
-        def make(*arguments: Any) -> Any:
-            parts[name] = cls(*arguments)
+        def make(stage: Stage, *arguments: Any) -> Any:
+            parts[name], stages[name] = cls(stage, *arguments), stage
             return parts[name]
 
         return make
@@ -223,7 +223,7 @@ async def inside(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Inside]:
         try:
             async with asyncio.timeout(60.0):
                 async with Client.connect(deployment) as client:
-                    yield Inside(deployment, client, parts)
+                    yield Inside(deployment, client, parts, stages)
         finally:
             for stop in stops.values():
                 stop.drain()
@@ -248,7 +248,7 @@ async def test_what_was_found_once_is_not_found_again(monkeypatch: pytest.Monkey
         assert await deployment.faults(deployment.kept()) == []
         [its_encoder] = deployment.stage("tokenizer").peers.usable("encoder")
         assert its_encoder.column is not None, "its tensors still go by the pool"
-        assert deployment.parts["encoder"]._encoded == len(PHOTOS), "the good request's items"
+        assert deployment.parts["encoder"].gauges()["encoded_items"] == len(PHOTOS), "the good request's items"
         pending = deployment.parts["scheduler"]._pending.values()
         assert all(one.admit is None or one.admit.token_ids[:2] == b"ok" for one in pending), "nothing waits in vain"
 
@@ -298,13 +298,14 @@ async def test_b26_what_comes_late_of_other_requests_changes_no_answer(monkeypat
 
 def raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that divides by a number of a peer's."""
-    admitted = scheduler_module.Scheduler._admit
+    taken = scheduler_module.Scheduler.take
 
-    def admit(self: Any, message: wire.Admit) -> None:
-        assert message.deadline_ns // len(message.schedulers) is not None
-        admitted(self, message)
+    def take(self: Any, message: wire.Message, frames: Any) -> bool:
+        if isinstance(message, wire.Admit):
+            assert message.deadline_ns // len(message.schedulers) is not None
+        return taken(self, message, frames)
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_admit", admit)
+    monkeypatch.setattr(scheduler_module.Scheduler, "take", take)
 
 
 def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,14 +337,14 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder that, after a bad item, gives everybody the embeddings of another."""
-    report, said = encoder_module.Encoder._report, fingerprint.fingerprint_of
+    failure_of, said = encoder_module.failure_of, fingerprint.fingerprint_of
     bad = []
 
-    def reported(self: Any, *arguments: Any) -> None:
+    def failure_and_note(*arguments: Any) -> wire.Failure:
         bad.append(arguments)
-        report(self, *arguments)
+        return failure_of(*arguments)
 
-    monkeypatch.setattr(encoder_module.Encoder, "_report", reported)
+    monkeypatch.setattr(encoder_module, "failure_of", failure_and_note)
     monkeypatch.setattr(fingerprint, "fingerprint_of", lambda *arguments: said(*arguments)[:: -1 if bad else 1])
 
 
@@ -374,9 +375,15 @@ async def test_a_fault_is_found(
 async def test_b26_a_scheduler_that_takes_late_embeddings_for_those_it_waits_for_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    of, Scheduler = scheduler_module.Scheduler._of, scheduler_module.Scheduler
-    monkeypatch.setattr(Scheduler, "_is_late", lambda self, message: False)
-    monkeypatch.setattr(
-        Scheduler, "_of", lambda self, *key: next(iter(reversed(self._pending.values())), None) or of(self, *key)
-    )
+    taken, admitted = scheduler_module.Scheduler.take, []
+
+    def take(self: Any, message: wire.Message, frames: Any) -> bool:
+        if isinstance(message, wire.Admit):
+            admitted.append(message)
+        elif isinstance(message, wire.Embeddings) and admitted:
+            latest = admitted[-1]
+            message = msgspec.structs.replace(message, request=latest.request, attempt=latest.attempt)
+        return taken(self, message, frames)
+
+    monkeypatch.setattr(scheduler_module.Scheduler, "take", take)
     assert await late(monkeypatch)

@@ -16,6 +16,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy
 from tensorferry.codecs.frames import Limits
 from tensorferry.pipeline.channels.channels import Dealer, FrontDoor, open_context
+from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.tokenizer.clients import Clients
 
 DEADLINE_S = 10.0
@@ -31,23 +32,21 @@ def address() -> Iterator[str]:
 
 
 async def test_who_only_looked_and_has_left_is_no_warning_and_one_whose_answer_is_lost_is(address: str) -> None:
-    counted: list[str] = []
-    counters: Any = SimpleNamespace(count=counted.append)
+    counters = Counters()
     with open_context() as context, closing(FrontDoor(context, address, Limits(), lambda problem: None)) as door:
         clients = Clients(door, lambda: MEMBERS, 5.0, counters)
         with capture_logs() as logs:
             assert not clients.answer(b"nobody", MEMBERS)
-        assert ([log["log_level"] for log in logs], counted) == (["debug"], [])
+        assert ([log["log_level"] for log in logs], counters.value("answers_undeliverable")) == (["debug"], 0)
         with capture_logs() as logs:
             assert not clients.answer(b"nobody", wire.Busy(bytes(16), 0, 1, "full"))
-        assert ([log["log_level"] for log in logs], counted) == (["warning"], ["answers_undeliverable"])
+        assert ([log["log_level"] for log in logs], counters.value("answers_undeliverable")) == (["warning"], 1)
 
 
 async def test_a_client_is_gone_once_its_connection_has_ended(address: str) -> None:
-    counters: Any = SimpleNamespace(count=lambda name: None)
     with open_context() as context:
         with closing(FrontDoor(context, address, Limits(), lambda problem: None)) as door:
-            clients = Clients(door, lambda: MEMBERS, 5.0, counters)
+            clients = Clients(door, lambda: MEMBERS, 5.0, Counters())
             with closing(Dealer(context, address, "door", Limits(), lambda problem: None)) as dealer:
                 dealer.send_nowait(HELLO)
                 async with asyncio.timeout(DEADLINE_S):
@@ -65,15 +64,13 @@ def test_a_client_that_reads_nothing_is_there() -> None:
         raise PeerBusy("client")
 
     door: Any = SimpleNamespace(send_nowait=full)
-    counters: Any = SimpleNamespace(count=lambda name: None)
-    assert not Clients(door, lambda: MEMBERS, 5.0, counters).is_gone(b"stopped", 0.0)
+    assert not Clients(door, lambda: MEMBERS, 5.0, Counters()).is_gone(b"stopped", 0.0)
 
 
 async def test_a_client_that_was_just_heard_is_not_asked(address: str) -> None:
-    counters: Any = SimpleNamespace(count=lambda name: None)
     with open_context() as context:
         with closing(FrontDoor(context, address, Limits(), lambda problem: None)) as door:
-            clients = Clients(door, lambda: MEMBERS, 5.0, counters)
+            clients = Clients(door, lambda: MEMBERS, 5.0, Counters())
             with closing(Dealer(context, address, "door", Limits(), lambda problem: None)) as dealer:
                 dealer.send_nowait(HELLO)
                 async with asyncio.timeout(DEADLINE_S):

@@ -5,31 +5,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, PeerGone
+from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
-from tensorferry.stages.processors.base import BadMedia
+from tensorferry.pipeline.peers.peer import Peer
+from tensorferry.pipeline.telemetry.counters import Counters
+from tensorferry.stages.loop_watch import Watch
+from tensorferry.stages.processors.base import BadMedia, Plan
 from tensorferry.stages.tokenizer import dispatch as module
 from tensorferry.stages.tokenizer.dispatch import Dispatch
+from tensorferry.stages.tokenizer.planner import Prompt
+from tensorferry.stages.tokenizer.request import Request
 
 
 def dispatch(usable: list[int], **spec: int) -> Dispatch:
     """Of a deployment with these scheduler ranks usable."""
-    ranks = [SimpleNamespace(rank=rank) for rank in usable]
+    unused, counters = cast(Any, None), Counters()
+    ranks = [Peer("scheduler", rank, unused, True, 1.0) for rank in usable]
     stage: Any = SimpleNamespace(
         deployment=Deployment(name="test", scheduler=SchedulerSpec(**spec)),
         peers=SimpleNamespace(usable=lambda stage: ranks),
+        publisher=Publisher(None),
+        counters=counters,
     )
-    return Dispatch(stage, None, None, None)  # type: ignore[arg-type]
+    return Dispatch(stage, unused, unused, Watch("tokenizer.processor", "qwen2_vl", counters))
 
 
 def attending(usable: list[int], **spec: int) -> Counter[tuple[int, ...]]:
     """How many of 300 requests each set of ranks attends to."""
     sender = dispatch(usable, **spec)
-    groups = (sender._attention_group(number.to_bytes(8, "big") + bytes(8)) for number in range(300))
+    groups = (sender.attention_group(number.to_bytes(8, "big") + bytes(8)) for number in range(300))
     return Counter(tuple(peer.rank for peer in group) for group in groups)
 
 
@@ -58,18 +69,20 @@ def test_c5_a_group_that_is_not_whole_gets_nothing() -> None:
 
 async def test_b33_of_several_bad_items_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last fails first: threads end in any order."""
-    sender = dispatch([0])
-    failed: list[int] = []
+    failed: list[bytes] = []
 
-    def write(prompt: Any, index: int, draft: Any) -> bytes:
-        failed.append(index)
-        raise BadMedia(f"item {index} is damaged")
+    def write(processor: Any, source: bytes, plan: Plan, out: Any) -> bytes:
+        failed.append(source)
+        raise BadMedia(f"item {source.decode()} is damaged")
 
     async def at_once(threads: Any, work: Callable[[], bytes]) -> bytes:
         return work()
 
-    sender._write = write  # type: ignore[method-assign]
+    monkeypatch.setattr(module, "write", write)
     monkeypatch.setattr(module, "run_to_end", at_once)
+    plan = Plan("image", (1, 2, 2), (4, 12), "float32", 1)
+    prompt = Prompt(np.zeros(4, np.int32), [(0, 1)] * 4, [b"0", b"1", b"2", b"3"], [plan] * 4, 0)
+    request = Request(b"client", wire.Submit(bytes(16), 0, (wire.TextPart("a"),), 1, 1000), 1.0)
     with pytest.raises(BadItem, match="item 1 is damaged") as found:
-        await sender._process(None, dict.fromkeys([3, 1, 2]))  # type: ignore[arg-type]
-    assert (found.value.index, failed) == (1, [3, 1, 2])
+        await dispatch([0]).send(request, prompt, [3, 1, 2])
+    assert (found.value.index, failed) == (1, [b"3", b"1", b"2"])

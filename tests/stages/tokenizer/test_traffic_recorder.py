@@ -131,8 +131,8 @@ def test_a_damaged_image_is_recorded_as_one(tmp_path: Path) -> None:
 def test_nobody_waits_for_a_recorder_that_does_not_keep_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped at its first request; what comes beyond those that may wait is counted."""
     goes_on, counters = threading.Event(), Counters()
-    count = Recorder._count
-    monkeypatch.setattr(Recorder, "_count", lambda self, text: goes_on.wait(20) and count(self, text))
+    encode = TextEncoder.encode
+    monkeypatch.setattr(TextEncoder, "encode", lambda self, text: goes_on.wait(20) and encode(self, text))
     recorder = Recorder(tmp_path / "part", None, TextEncoder.from_file(None), LimitsSpec(), counters)
     began = time.monotonic()
     for _ in range(MOST_WAITING + 10):

@@ -1,17 +1,17 @@
-"""How a tokenizer waits for room in an elastic pool: on its event loop, and no longer than it was told."""
+"""A tokenizer waits for room in its pool on its event loop, and for a limited time."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from tensorferry.pipeline.deployment.spec import Deployment, PoolSpec
-from tensorferry.stages.tokenizer.dispatch import Dispatch
+from tensorferry.pipeline.telemetry.counters import Counters
+from tensorferry.stages.tokenizer.pool_room import wait_for_room
 
 
 class Publisher:
@@ -28,17 +28,23 @@ class Publisher:
         return self.grows
 
 
-async def waited(publisher: Publisher, transport: str = "cuda_vmm", **pool: Any) -> tuple[Counter[str], float]:
+@dataclass(frozen=True)
+class Waiting:
+    """What a wait for room uses of a stage."""
+
+    deployment: Deployment
+    publisher: Publisher
+    counters: Counters = field(default_factory=Counters)
+
+
+async def waited(publisher: Publisher, transport: str = "cuda_vmm", **pool: Any) -> tuple[dict[str, float], float]:
     """What was counted, and the seconds that it took."""
-    counted: Counter[str] = Counter()
-    dispatch = Dispatch.__new__(Dispatch)
     deployment = Deployment(name="a", transport=transport, pool=PoolSpec(**pool))  # type: ignore[arg-type]
-    counters = SimpleNamespace(count=lambda name: counted.update([name]))
-    dispatch._stage = SimpleNamespace(deployment=deployment, publisher=publisher, counters=counters)  # type: ignore[assignment]
-    started = time.monotonic()
+    stage, started = Waiting(deployment, publisher), time.monotonic()
     async with asyncio.timeout(20):
-        await dispatch._wait_for_room([[("uint8", (1,))]])
-    return counted, time.monotonic() - started
+        await wait_for_room(stage, [[("uint8", (1,))]])  # type: ignore[arg-type]
+    values = {name: stage.counters.value(name) for name in ("growth_waits", "pool_waits")}
+    return {name: value for name, value in values.items() if value}, time.monotonic() - started
 
 
 async def test_room_is_not_waited_for_where_it_is() -> None:
@@ -51,13 +57,13 @@ async def test_a_pool_that_grows_is_waited_for_also_without_when_full_wait() -> 
     assert publisher.looked == 4
 
 
-async def test_but_no_longer_than_it_was_told() -> None:
+async def test_a_pool_that_grows_is_waited_for_no_longer_than_grow_wait_ms() -> None:
     counted, took = await waited(Publisher(float("inf")), grow_wait_ms=30)
     assert counted == {"growth_waits": 1}
     assert took >= 0.03
 
 
-async def test_a_pool_at_its_budget_is_not() -> None:
+async def test_a_pool_at_its_budget_is_not_waited_for() -> None:
     publisher = Publisher(float("inf"), grows=False)
     assert (await waited(publisher, grow_wait_ms=60_000))[0] == {}
     assert publisher.looked == 1
