@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tensorferry.codecs.errors import AnswerFailed as AnswerFailed
     from tensorferry.codecs.errors import AttachRefused as AttachRefused
     from tensorferry.codecs.errors import BadItem as BadItem
     from tensorferry.codecs.errors import BadRequest as BadRequest
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tensorferry.codecs.errors import PoolFull as PoolFull
     from tensorferry.codecs.errors import StaleLease as StaleLease
     from tensorferry.codecs.errors import StreamCapturing as StreamCapturing
+    from tensorferry.codecs.errors import StreamDiverged as StreamDiverged
     from tensorferry.codecs.errors import UnsupportedDtype as UnsupportedDtype
     from tensorferry.codecs.frames import open_inline as open_inline
     from tensorferry.codecs.memory.cuda_driver import CudaError as CudaError
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from tensorferry.codecs.messages import Payload as Payload
     from tensorferry.codecs.messages import Proxy as Proxy
     from tensorferry.codecs.messages import Result as Result
+    from tensorferry.codecs.messages import Sampling as Sampling
+    from tensorferry.codecs.messages import TokenLogprob as TokenLogprob
     from tensorferry.codecs.pool.elastic.mail import Letter as Letter
     from tensorferry.codecs.pool.export import Attachment as Attachment
     from tensorferry.codecs.pool.export import Export as Export
@@ -45,9 +49,10 @@ if TYPE_CHECKING:
     from tensorferry.codecs.pool.reader import Reader as Reader
     from tensorferry.codecs.tensors import DTYPES as DTYPES
     from tensorferry.codecs.tensors import View as View
+    from tensorferry.pipeline.client.answer_stream import AnswerStream as AnswerStream
+    from tensorferry.pipeline.client.answer_stream import Outcome as Outcome
     from tensorferry.pipeline.client.client import Client as Client
     from tensorferry.pipeline.client.patience import submit_patiently as submit_patiently
-    from tensorferry.pipeline.client.pending import Outcome as Outcome
     from tensorferry.pipeline.client.prompt_parts import Embeddings as Embeddings
     from tensorferry.pipeline.client.prompt_parts import Image as Image
     from tensorferry.pipeline.client.prompt_parts import Part as Part
@@ -64,9 +69,14 @@ if TYPE_CHECKING:
     from tensorferry.stages.adapters.base import Out as Out
     from tensorferry.stages.adapters.base import split as split
     from tensorferry.stages.adapters.fingerprint import fingerprint_of as fingerprint_of
+    from tensorferry.stages.engines.base import Capacity as Capacity
+    from tensorferry.stages.engines.base import Delta as Delta
     from tensorferry.stages.engines.base import Engine as Engine
+    from tensorferry.stages.engines.base import EngineDied as EngineDied
+    from tensorferry.stages.engines.base import EngineItem as EngineItem
     from tensorferry.stages.engines.base import EngineRequest as EngineRequest
     from tensorferry.stages.engines.base import EngineResult as EngineResult
+    from tensorferry.stages.engines.base import StreamingEngine as StreamingEngine
     from tensorferry.stages.processors.base import AnimatedFile as AnimatedFile
     from tensorferry.stages.processors.base import BadMedia as BadMedia
     from tensorferry.stages.processors.base import Clip as Clip
@@ -79,13 +89,14 @@ __version__ = "0.1.0"
 #: Module -> the names that come from it.
 _NAMES = {
     "tensorferry.codecs.errors": (
-        "AttachRefused BadItem BadRequest BadTensor ConfigError DeploymentError FerryError LeaseNotReady "
-        "LeasePoisoned NotStaged PeerGone PoolClosed PoolFull StaleLease StreamCapturing UnsupportedDtype "
+        "AnswerFailed AttachRefused BadItem BadRequest BadTensor ConfigError DeploymentError FerryError LeaseNotReady "
+        "LeasePoisoned NotStaged PeerGone PoolClosed PoolFull StaleLease StreamCapturing StreamDiverged "
+        "UnsupportedDtype "
     ),
     "tensorferry.codecs.frames": "open_inline",
     "tensorferry.codecs.memory.cuda_driver": "CudaError",
     "tensorferry.codecs.memory.cuda_vmm": "NoFabric",
-    "tensorferry.codecs.messages": "Busy Failed Failure ItemReport Payload Proxy Result",
+    "tensorferry.codecs.messages": "Busy Failed Failure ItemReport Payload Proxy Result Sampling TokenLogprob",
     "tensorferry.codecs.pool.export": "Attachment Export",
     "tensorferry.codecs.pool.elastic.mail": "Letter",
     "tensorferry.codecs.pool.pool": "Pool",
@@ -93,14 +104,16 @@ _NAMES = {
     "tensorferry.codecs.pool.reader": "Reader",
     "tensorferry.codecs.tensors": "DTYPES View",
     "tensorferry.pipeline.client.client": "Client",
-    "tensorferry.pipeline.client.pending": "Outcome",
+    "tensorferry.pipeline.client.answer_stream": "AnswerStream Outcome",
     "tensorferry.pipeline.deployment.load": "load",
     "tensorferry.pipeline.deployment.spec": "Deployment LimitsSpec ModelSpec SchedulerSpec",
     "tensorferry.pipeline.client.prompt_parts": "Embeddings Image Part Video",
     "tensorferry.pipeline.client.patience": "submit_patiently",
     "tensorferry.stages.adapters.base": "Finish ItemInfo Load ModelAdapter Out split",
     "tensorferry.stages.adapters.fingerprint": "fingerprint_of",
-    "tensorferry.stages.engines.base": "Engine EngineRequest EngineResult",
+    "tensorferry.stages.engines.base": (
+        "Capacity Delta Engine EngineDied EngineItem EngineRequest EngineResult StreamingEngine"
+    ),
     "tensorferry.stages.processors.base": "AnimatedFile BadMedia Clip Plan Processor VideoProcessor",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -108,6 +121,8 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = [
     "DTYPES",
     "AnimatedFile",
+    "AnswerFailed",
+    "AnswerStream",
     "AttachRefused",
     "Attachment",
     "BadItem",
@@ -115,14 +130,18 @@ __all__ = [
     "BadRequest",
     "BadTensor",
     "Busy",
+    "Capacity",
     "Client",
     "Clip",
     "ConfigError",
     "CudaError",
+    "Delta",
     "Deployment",
     "DeploymentError",
     "Embeddings",
     "Engine",
+    "EngineDied",
+    "EngineItem",
     "EngineRequest",
     "EngineResult",
     "Export",
@@ -156,9 +175,13 @@ __all__ = [
     "Publisher",
     "Reader",
     "Result",
+    "Sampling",
     "SchedulerSpec",
     "StaleLease",
     "StreamCapturing",
+    "StreamDiverged",
+    "StreamingEngine",
+    "TokenLogprob",
     "UnsupportedDtype",
     "Video",
     "VideoProcessor",

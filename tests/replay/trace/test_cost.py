@@ -56,4 +56,4 @@ def test_a_hostile_line_costs_no_more_than_its_bytes(tmp_path: Path, name: str) 
 
 
 def test_a_frame_rate_may_be_a_fraction() -> None:
-    assert prompt_on_wire([Video([b"a"], fps=Fraction(20, 3))], []) == (VideoPart(0, 1, 6667),)
+    assert prompt_on_wire([Video([b"a"], fps=Fraction(20, 3))], []) == (VideoPart(0, 1, (20, 3)),)
