@@ -113,17 +113,14 @@ class Jobs:
             total += patches
         return batch
 
-    async def fills(self, unless: asyncio.Future[None]) -> None:
-        """Until the next batch is one that nobody could join any more, or `unless` is done."""
-        unless.add_done_callback(self._look_again)
-        try:
-            while not unless.done() and not self._is_full():
-                self._changed.clear()
-                await self._changed.wait()
-        finally:
-            unless.remove_done_callback(self._look_again)
+    async def fills(self, unless: Callable[[], bool]) -> None:
+        """Wait until the next batch is one that no further job could join, or `unless` says so; see `look_again`."""
+        while not unless() and not self._is_full():
+            self._changed.clear()
+            await self._changed.wait()
 
-    def _look_again(self, _: object) -> None:
+    def look_again(self) -> None:
+        """What `unless` of `fills` says may have changed."""
         self._changed.set()
 
     def _is_full(self) -> bool:

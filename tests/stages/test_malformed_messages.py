@@ -156,7 +156,7 @@ class Inside:
         scheduler = self.parts["scheduler"]
         held = {
             "requests": len(self.parts["tokenizer"]._requests),
-            "jobs": self.parts["encoder"]._jobs.unfinished,
+            "jobs": self.parts["encoder"].in_flight(),
             "ready": len(scheduler._ready) + len(scheduler._running) + scheduler._collecting,
         }
         for name in ("tokenizer", "encoder"):
@@ -248,7 +248,7 @@ async def test_what_was_found_once_is_not_found_again(monkeypatch: pytest.Monkey
         assert await deployment.faults(deployment.kept()) == []
         [its_encoder] = deployment.stage("tokenizer").peers.usable("encoder")
         assert its_encoder.column is not None, "its tensors still go by the pool"
-        assert deployment.parts["encoder"]._encoded == len(PHOTOS), "the good request's items"
+        assert deployment.parts["encoder"].gauges()["encoded_items"] == len(PHOTOS), "the good request's items"
         pending = deployment.parts["scheduler"]._pending.values()
         assert all(one.admit is None or one.admit.token_ids[:2] == b"ok" for one in pending), "nothing waits in vain"
 
@@ -336,14 +336,14 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder that, after a bad item, gives everybody the embeddings of another."""
-    report, said = encoder_module.Encoder._report, fingerprint.fingerprint_of
+    failed, said = encoder_module.Replies.failed, fingerprint.fingerprint_of
     bad = []
 
     def reported(self: Any, *arguments: Any) -> None:
         bad.append(arguments)
-        report(self, *arguments)
+        failed(self, *arguments)
 
-    monkeypatch.setattr(encoder_module.Encoder, "_report", reported)
+    monkeypatch.setattr(encoder_module.Replies, "failed", reported)
     monkeypatch.setattr(fingerprint, "fingerprint_of", lambda *arguments: said(*arguments)[:: -1 if bad else 1])
 
 
