@@ -17,7 +17,7 @@ class Features:
 
     def __init__(self, reader: Reader, message: wire.Encode, frames: Sequence[Buffer]) -> None:
         self._reader, self._frames = reader, frames
-        self._payloads = {index: item.payload for index, item in enumerate(message.items) if item.payload is not None}
+        self._payloads = {index: item.features[0].payload for index, item in enumerate(message.items) if item.features}
         self._read: dict[int, View] = {}
         self._borrowed = ExitStack()
 

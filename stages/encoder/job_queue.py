@@ -30,13 +30,14 @@ class Job:
     def __init__(self, message: wire.Encode, features: Features) -> None:
         self.message, self.features = message, features
         self.came_s = time.monotonic()
+        self.until_s = self.came_s + message.deadline_ms / 1e3  #: nobody waits for it afterwards
         self.items = [
             JobItem(
                 ItemInfo(index, item.modality, item.grid, prod(item.grid), item.rows, item.content_hash),
-                Content.of(item, item.payload),
+                Content.of(item, item.features[0].payload),
             )
             for index, item in enumerate(message.items)
-            if item.payload is not None
+            if item.features
         ]
         #: Dtype and extents of a patch of its features. Requests share a batch with those of their own form alone: what
         #: one says of its items, by mistake or on purpose, must not move or refuse another's. None: with nobody, as
@@ -113,17 +114,14 @@ class Jobs:
             total += patches
         return batch
 
-    async def fills(self, unless: asyncio.Future[None]) -> None:
-        """Until the next batch is one that nobody could join any more, or `unless` is done."""
-        unless.add_done_callback(self._look_again)
-        try:
-            while not unless.done() and not self._is_full():
-                self._changed.clear()
-                await self._changed.wait()
-        finally:
-            unless.remove_done_callback(self._look_again)
+    async def fills(self, unless: Callable[[], bool]) -> None:
+        """Wait until the next batch is one that no further job could join, or `unless` says so; see `look_again`."""
+        while not unless() and not self._is_full():
+            self._changed.clear()
+            await self._changed.wait()
 
-    def _look_again(self, _: object) -> None:
+    def look_again(self) -> None:
+        """What `unless` of `fills` says may have changed."""
         self._changed.set()
 
     def _is_full(self) -> bool:

@@ -337,14 +337,14 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder that, after a bad item, gives everybody the embeddings of another."""
-    failure_of, said = encoder_module.failure_of, fingerprint.fingerprint_of
+    failed, said = encoder_module.Replies.failed, fingerprint.fingerprint_of
     bad = []
 
-    def failure_and_note(*arguments: Any) -> wire.Failure:
+    def failed_and_note(self: Any, *arguments: Any) -> None:
         bad.append(arguments)
-        return failure_of(*arguments)
+        failed(self, *arguments)
 
-    monkeypatch.setattr(encoder_module, "failure_of", failure_and_note)
+    monkeypatch.setattr(encoder_module.Replies, "failed", failed_and_note)
     monkeypatch.setattr(fingerprint, "fingerprint_of", lambda *arguments: said(*arguments)[:: -1 if bad else 1])
 
 

@@ -8,10 +8,10 @@
 | B35 | colours of less common modes | `test_image.py`: every mode, transparency, the first picture; `test_animations.py`: transparency |
 | B36 | extreme shapes | `test_qwen2_vl.py`: sizes; `test_b36_...` here, through a deployment |
 | B37 | somebody else's features | `test_qwen2_vl.py` and `test_video.py`: whatever changes the tensor changes the hash; `test_embedding_cache.py`: all is in the key |
-| B38 | the same picture twice | `test_encoder.py`: equal items in flight, a hundred seeds; `test_b38_b39_...` here |
-| B39 | two caches that disagree | there is one, of the encoder rank, and every item carries its data; `test_encoder.py`: hits and evictions; `test_b38_b39_...` here |
-| B40 | items and placeholders that do not agree | `test_text.py`: placeholders in text; `test_encoder.py`: wrong rows; `test_b40_...` here |
-| B41 | items that come back in another order | `test_encoder.py`: a hundred seeds of batches; `test_b41_...` here, through a deployment |
+| B38 | the same picture twice | `test_cached_batches.py`: equal items in flight; `test_random_batches.py`: a hundred seeds; `test_b38_b39_...` here |
+| B39 | two caches that disagree | there is one, of the encoder rank, and every item carries its data; `test_cached_batches.py`: hits and evictions; `test_b38_b39_...` here |
+| B40 | items and placeholders that do not agree | `test_text.py`: placeholders in text; `test_failed_batches.py`: wrong rows; `test_b40_...` here |
+| B41 | items that come back in another order | `test_random_batches.py`: a hundred seeds of batches; `test_b41_...` here, through a deployment |
 | B42 | odd numbers of frames | `test_video.py`: which frames, the last repeated; `test_b42_...` here. There is no audio |
 """  # noqa: E501 - a table
 

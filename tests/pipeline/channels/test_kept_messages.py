@@ -8,22 +8,23 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.stages.doubles import WorkStage
 
 from tensorferry.codecs import messages as wire
+from tensorferry.codecs.tensors import CODES
 from tensorferry.pipeline.channels.channels import Received
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.pipeline.process.work import NoWork
 from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.encoder.features import Features
-from tensorferry.stages.encoder.job_queue import Job, Jobs
-from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 
 EPOCH = 7
@@ -71,19 +72,20 @@ async def test_a_listening_client_keeps_no_message() -> None:
 
 
 async def test_an_encoder_that_waits_keeps_no_job() -> None:
-    encoder = object.__new__(Encoder)
-    counters = SimpleNamespace(count=lambda name: None)
-    encoder._stage, encoder._over = SimpleNamespace(device=None, epoch=EPOCH, counters=counters), FinishedRequests(60.0)  # type: ignore[assignment]
-    encoder._cache, encoder._begun, encoder._jobs = None, [], Jobs(0, 0.0, lambda job: 0)
-    frame = np.zeros(1)
-    kept = weakref.ref(frame)
-    long_over = wire.Encode(bytes(16), 0, EPOCH, ORIGIN, (), (), (), 0)
-    encoder._jobs.put_nowait(Job(long_over, Features(None, long_over, [frame])))  # type: ignore[arg-type]
-    del frame
-    encoding = asyncio.create_task(encoder.encode())
-    async with asyncio.timeout(10):
-        await encoder._jobs.join()
-        # Its loop went on to wait before this task could run again.
-    assert kept() is None
-    encoding.cancel()
-    await asyncio.wait([encoding])
+    stage: Any = WorkStage("encoder", EPOCH, Deployment(name="a"), [ORIGIN])
+    with closing(stage), ThreadPoolExecutor(1) as thread:
+        encoder = Encoder(stage, SimpleNamespace(), thread, thread)
+        frame = np.zeros(1)
+        kept = weakref.ref(frame)
+        item = wire.Item("image", (1, 1, 1), 1, bytes(16), wire.Inline(0, CODES["uint8"], (1, 3)))
+        ranks = ((wire.Rank(0, EPOCH),), (wire.Rank(0, 8),))
+        encoder.take(wire.Encode(bytes(16), 0, EPOCH, ORIGIN, *ranks, (item,), 0), [frame])  # long past its deadline
+        del frame
+        assert kept() is not None
+        encoding = asyncio.create_task(encoder.encode())
+        async with asyncio.timeout(10):
+            await encoder.drain()
+            # Its loop went on to wait before this task could run again.
+        assert kept() is None
+        encoding.cancel()
+        await asyncio.wait([encoding])

@@ -80,15 +80,16 @@ async def test_what_comes_again_has_no_company_of_those_that_come_first(again: d
     [([], False), ([60], False), ([60, 41], True), ([60, 40], True), ([100], True), ([500], True), ([0, 60], False)],
 )
 async def test_a_batch_is_full_when_nobody_could_join_it(patches: list[int], full: bool) -> None:
-    jobs, over = jobs_of(waiting=[job(count) for count in patches]), asyncio.get_running_loop().create_future()
-    filling = asyncio.create_task(jobs.fills(unless=over))
+    jobs, over = jobs_of(waiting=[job(count) for count in patches]), False
+    filling = asyncio.create_task(jobs.fills(unless=lambda: over))
     await asyncio.sleep(0)
     assert filling.done() == full
     jobs.put_nowait(job(99))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert filling.done() == (full or bool(sum(patches))), "a job that has to go with another"
-    over.set_result(None)
+    over = True
+    jobs.look_again()
     async with asyncio.timeout(20):
         await filling
 
@@ -96,10 +97,10 @@ async def test_a_batch_is_full_when_nobody_could_join_it(patches: list[int], ful
 async def test_what_no_other_may_join_is_full() -> None:
     jobs = jobs_of(waiting=[job(10), job(10, dtype="uint8")])
     async with asyncio.timeout(20):
-        await jobs.fills(unless=asyncio.get_running_loop().create_future())
+        await jobs.fills(unless=lambda: False)
         await jobs.take()
         jobs.put_nowait(job(1, rows=2))
-        await jobs.fills(unless=asyncio.get_running_loop().create_future())
+        await jobs.fills(unless=lambda: False)
 
 
 @pytest.mark.parametrize(
