@@ -62,29 +62,37 @@ def request() -> list[wire.Message]:
     """The messages of a request as a tokenizer sends them; numbers as large as they get in a busy deployment."""
     rows, patches = 121, 484
     owner, ranks = wire.Origin("tokenizer", 1, (1 << 61) + 7), (wire.Rank(0, (1 << 61) + 9),)
-    request_id, deadline_ns = bytes(range(16)), 90_000 * 10**6
-    spans = tuple(wire.Span(20 + item * (rows + 20), rows) for item in range(ITEMS))
+    request_id, deadline_ms = bytes(range(16)), 90_000
+    placed = tuple(
+        wire.PlacedItem("image", (1, 22, 22), bytes([item]) * 32, (wire.Span(20 + item * (rows + 20), rows),))
+        for item in range(ITEMS)
+    )
     items = tuple(
         wire.Item(
             modality="image",
             grid=(1, 22, 22),
             rows=rows,
-            content_hash=bytes([item]) * 16,
-            payload=wire.Proxy(
-                pool=(1 << 61) + 11,
-                slot=300 + item,
-                generation=20_000 + item,
-                offset=(item + 40) * 2_276_864,
-                dtype=CODES["float32"],
-                shape=(patches, 1176),
+            content_hash=bytes([item]) * 32,
+            features=(
+                wire.Tensor(
+                    "features",
+                    wire.Proxy(
+                        pool=(1 << 61) + 11,
+                        slot=300 + item,
+                        generation=20_000 + item,
+                        offset=(item + 40) * 2_276_864,
+                        dtype=CODES["float32"],
+                        shape=(patches, 1176),
+                    ),
+                ),
             ),
         )
         for item in range(ITEMS)
     )
     token_ids = b"".join((100_000 + token).to_bytes(4, "little") for token in range(TOKENS))
     return [
-        wire.Admit(request_id, 0, ranks[0].epoch, owner, ranks, token_ids, spans, 256, deadline_ns),
-        wire.Encode(request_id, 0, ranks[0].epoch, owner, ranks, ranks, items, deadline_ns),
+        wire.Admit(request_id, 0, ranks[0].epoch, owner, ranks, token_ids, placed, 256, deadline_ms),
+        wire.Encode(request_id, 0, ranks[0].epoch, owner, ranks, ranks, items, deadline_ms),
     ]
 
 

@@ -40,7 +40,7 @@ class ReadyPatches:
         if there.device not in self._sources:
             self._sources[there.device] = patches_of(MOST_PATCHES).to(there.device)
         there.copy_(self._sources[there.device][: plan.patches])
-        return bytes(16)
+        return bytes(32)
 
     def largest_item_nbytes(self) -> int:
         return MOST_PATCHES * FEATURES * 2

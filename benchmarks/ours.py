@@ -23,7 +23,7 @@ from tensorferry.pipeline.deployment.spec import PoolSpec
 from tensorferry.pipeline.pools.broker import recycle
 from tensorferry.pipeline.process.child import COPY_VARIABLES
 
-_REQUEST, _HASH = bytes(16), bytes(16)
+_REQUEST, _HASH = bytes(16), bytes(32)
 _ME, _PEER = wire.Origin("tokenizer", 0, 1), wire.Rank(0, 2)
 
 
@@ -123,8 +123,8 @@ class InlineFallback(CopiedIn):
 
 def _encode(number: int, payload: wire.Payload) -> wire.Encode:
     """A message as a tokenizer sends it: one item of one request, for one encoder rank and one scheduler rank."""
-    item = wire.Item("image", (1, 64, 64), 1024, _HASH, payload)
-    return wire.Encode(_REQUEST, number, 2, _ME, (_PEER,), (_PEER,), (item,), 1 << 39)
+    item = wire.Item("image", (1, 64, 64), 1024, _HASH, (wire.Tensor("features", payload),))
+    return wire.Encode(_REQUEST, number, 2, _ME, (_PEER,), (_PEER,), (item,), 60_000)
 
 
 def _send(line: socket.socket, data: bytes, fds: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ class NoProcessor:
 
     def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
         out.data[::_PAGE_NBYTES] = 1
-        return bytes(16)
+        return bytes(32)
 
     def largest_item_nbytes(self) -> int:
         return PLAN.nbytes
@@ -44,7 +44,7 @@ class SmallImage(NoProcessor):
 
     def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
         out.data[:] = 0
-        return bytes(16)
+        return bytes(32)
 
 
 class NoAdapter:

@@ -99,19 +99,16 @@ class Replies:
         log.debug("encoded", items=len(made), nbytes=nbytes, ms=round((marks[-1].at_ns - marks[0].at_ns) / 1e6, 1))
 
     def _post(self, peer: Peer, message: wire.Embeddings, frames: list[Buffer], made: Sequence[Made]) -> None:
-        nbytes, most = sum(map(len, frames)), self._stage.limits.inline_nbytes
-        try:
+        def send() -> None:
+            nbytes, most = sum(map(len, frames)), self._stage.limits.inline_nbytes
             if nbytes > most:  # its receiver would break the connection
                 raise BadRequest(
                     f"the pool has no room for {nbytes} bytes of embeddings, and a message carries {most >> 20} MiB "
                     "(limits.request_mb); raise embeddings_pool.budget_mb or limits.request_mb"
                 )
             peer.outbox.send_nowait(message, frames)
-        except Exception:  # a message is sent as a whole or not at all
-            for item in made:
-                for draft in item.outputs.values():
-                    draft.retract(peer.column)
-            raise
+
+        Draft.send_all([draft for item in made for draft in item.outputs.values()], peer.column, send)
 
 
 def _without_payloads(job: wire.Encode) -> wire.Encode:

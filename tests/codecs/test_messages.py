@@ -341,14 +341,20 @@ def test_a_proxy_is_at_most_64_bytes() -> None:
 def test_a_request_of_12_proxies_and_2000_tokens_has_small_headers() -> None:
     epoch = (1 << 62) + 1
     owner, ranks = wire.Origin("tokenizer", 15, epoch), tuple(wire.Rank(rank, epoch) for rank in range(4))
-    spans = tuple(wire.Span(160 * item, 150) for item in range(12))
-    admit = wire.Admit(secrets.token_bytes(16), 0, epoch, owner, ranks[:1], bytes(8000), spans, 128, 1 << 62)
-    items = tuple(wire.Item("image", (1, 32, 32), 256, secrets.token_bytes(16), proxy(index)) for index in range(12))
-    job = wire.Encode(secrets.token_bytes(16), 0, epoch, owner, ranks, ranks[:1], items, 1 << 62)
+    placed = tuple(
+        wire.PlacedItem("image", (1, 32, 32), secrets.token_bytes(32), (wire.Span(160 * item, 150),))
+        for item in range(12)
+    )
+    admit = wire.Admit(secrets.token_bytes(16), 0, epoch, owner, ranks[:1], bytes(8000), placed, 128, 60_000)
+    items = tuple(
+        wire.Item("image", (1, 32, 32), 256, secrets.token_bytes(32), (wire.Tensor("features", proxy(index)),))
+        for index in range(12)
+    )
+    job = wire.Encode(secrets.token_bytes(16), 0, epoch, owner, ranks, ranks[:1], items, 60_000)
     sizes = [len(encode(message)[0]) for message in (admit, job)]
     assert max(sizes) <= 9000
-    assert sizes[0] - 8000 <= 250, "the tokens travel as they are"
-    assert sizes[1] <= 12 * 90, "what an item costs"
+    assert sizes[0] - 8000 <= 12 * 60, "the tokens travel as they are"
+    assert sizes[1] <= 12 * 120, "what an item costs"
 
 
 def test_b27_everything_that_is_many_in_a_message_has_a_bound() -> None:

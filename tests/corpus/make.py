@@ -34,23 +34,27 @@ RANKS = (wire.Rank(0, ENCODER),), (wire.Rank(0, SCHEDULER),)
 
 
 def _encode(rows: int, grid: tuple[int, int, int], shape: tuple[int, ...]) -> wire.Encode:
-    item = wire.Item("image", grid, rows, bytes(16), wire.Inline(0, CODES["uint8"], shape))
-    return wire.Encode(REQUEST, 0, ENCODER, OWNER, *RANKS, (item,), 1 << 62)
+    item = wire.Item("image", grid, rows, bytes(32), (wire.Tensor("features", wire.Inline(0, CODES["uint8"], shape)),))
+    return wire.Encode(REQUEST, 0, ENCODER, OWNER, *RANKS, (item,), 60_000)
+
+
+def _placed(offset: int, length: int) -> wire.PlacedItem:
+    return wire.PlacedItem("image", (1, 2, 2), bytes(32), (wire.Span(offset, length),))
 
 
 def _admit(**changes: Any) -> wire.Admit:
-    fields: dict[str, Any] = {"token_ids": bytes(40), "spans": (), "output_tokens": 1, "deadline_ns": 1 << 62} | changes
+    fields: dict[str, Any] = {"token_ids": bytes(40), "items": (), "output_tokens": 1, "deadline_ms": 60_000} | changes
     return wire.Admit(REQUEST, 0, SCHEDULER, OWNER, RANKS[1], **fields)
 
 
 #: Messages that were not refused once, or not at once, each with what they did.
 FOUND: dict[str, tuple[wire.Message, str]] = {
     "a refusal to a process that was accepted": (
-        wire.Welcome(2, wire.Origin("encoder", 0, ENCODER), TOKENIZER, (), "protocol version 1; encoder speaks 2"),
+        wire.Welcome(3, wire.Origin("encoder", 0, ENCODER), TOKENIZER, (), "protocol version 2; encoder speaks 3"),
         "ended the tokenizer, and with it the deployment",
     ),
     "a hello of another version in the name of a living tokenizer": (
-        wire.Hello(2, OWNER, "ipc:///run/user/1000/tensorferry/local/tokenizer-0", ("pool",)),
+        wire.Hello(3, OWNER, "ipc:///run/user/1000/tensorferry/local/tokenizer-0", ("pool",)),
         "had the encoder send the tokenizer that refusal",
     ),
     "a pool that is handed out elsewhere": (
@@ -66,16 +70,16 @@ FOUND: dict[str, tuple[wire.Message, str]] = {
         "had the adapter make them; of 2^31-1 rows it would have been 64 GiB",
     ),
     "a request of 4,097 items": (
-        _admit(spans=(wire.Span(0, 0),) * 4097),
+        _admit(items=(_placed(0, 0),) * 4097),
         "with ten million it held the scheduler's loop for two seconds, and took 340 MB",
     ),
     "a request with tokens cut off": (_admit(token_ids=bytes(5)), "waited for its deadline among the good ones"),
     "a request with placeholders beyond its tokens": (
-        _admit(spans=(wire.Span(4, (1 << 31) - 1),)),
+        _admit(items=(_placed(4, (1 << 31) - 1),)),
         "waited for its deadline among the good ones",
     ),
     "an item of an owner that nobody has met": (
-        wire.Encode(REQUEST, 0, ENCODER, wire.Origin("tokenizer", 7, 666), *RANKS, (), 1 << 62),
+        wire.Encode(REQUEST, 0, ENCODER, wire.Origin("tokenizer", 7, 666), *RANKS, (), 60_000),
         "took a place in the encoder's queue, which had no end",
     ),
 }

@@ -51,15 +51,19 @@ def me(epochs: Epochs, stage: str) -> wire.Origin:
     return wire.Origin(stage, 0, epochs[stage])
 
 
+def placed(offset: int, length: int) -> wire.PlacedItem:
+    return wire.PlacedItem("image", (1, 2, 2), bytes(32), (wire.Span(offset, length),))
+
+
 def admit(epochs: Epochs, **changes: object) -> wire.Admit:
     good = wire.Admit(
-        REQUEST, 0, epochs["scheduler"], me(epochs, "tokenizer"), (rank(epochs["scheduler"]),), bytes(8), (), 0, 1 << 62
+        REQUEST, 0, epochs["scheduler"], me(epochs, "tokenizer"), (rank(epochs["scheduler"]),), bytes(8), (), 0, 60_000
     )
     return msgspec.structs.replace(good, **changes)
 
 
 def encode(epochs: Epochs, payload: wire.Payload, **changes: object) -> wire.Encode:
-    item = wire.Item("image", (1, 4, 4), 4, bytes(16), payload)
+    item = wire.Item("image", (1, 4, 4), 4, bytes(32), (wire.Tensor("features", payload),))
     good = wire.Encode(
         REQUEST,
         0,
@@ -68,7 +72,7 @@ def encode(epochs: Epochs, payload: wire.Payload, **changes: object) -> wire.Enc
         (rank(epochs["encoder"]),),
         (rank(epochs["scheduler"]),),
         (item,),
-        1 << 62,
+        60_000,
     )
     return msgspec.structs.replace(good, **changes)
 
@@ -81,12 +85,12 @@ def embeddings(epochs: Epochs, payload: wire.Payload) -> wire.Embeddings:
 #: name -> who gets it, and the messages; a fresh set is made for each deployment.
 LIES: dict[str, tuple[str, Callable[[Epochs, Callable[[str], str]], list[wire.Message]]]] = {
     "token ids of 5 bytes": ("scheduler", lambda e, _: [admit(e, token_ids=bytes(5))]),
-    "spans beyond the tokens": ("scheduler", lambda e, _: [admit(e, spans=(wire.Span(1, 50),))]),
+    "spans beyond the tokens": ("scheduler", lambda e, _: [admit(e, items=(placed(1, 50),))]),
     "spans out of order": (
         "scheduler",
-        lambda e, _: [admit(e, spans=(wire.Span(1, 1), wire.Span(0, 1)))],
+        lambda e, _: [admit(e, items=(placed(1, 1), placed(0, 1)))],
     ),
-    "a deadline in 100 years": ("scheduler", lambda e, _: [admit(e, deadline_ns=(1 << 63) - 1)]),
+    "a deadline in a day": ("scheduler", lambda e, _: [admit(e, deadline_ms=86_400_000)]),
     "no schedulers": ("scheduler", lambda e, _: [admit(e, schedulers=())]),
     "embeddings of a pool that is not there": (
         "scheduler",

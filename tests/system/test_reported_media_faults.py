@@ -181,10 +181,14 @@ async def test_b38_b39_what_comes_again_has_its_embeddings(
 # --- B40: items and placeholders ------------------------------------------------------------------------------
 
 
+def placed(offset: int, length: int) -> wire.PlacedItem:
+    return wire.PlacedItem("image", (1, 2, 2), bytes(32), (wire.Span(offset, length),))
+
+
 def admitted(*lengths: int, tokens: int = 40) -> wire.Admit:
-    spans = tuple(wire.Span(sum(lengths[:place]) + place, length) for place, length in enumerate(lengths))
+    items = tuple(placed(sum(lengths[:place]) + place, length) for place, length in enumerate(lengths))
     owner, me = wire.Origin("tokenizer", 0, 1), wire.Rank(0, 7)
-    return wire.Admit(bytes(16), 0, 7, owner, (me,), bytes(4 * tokens), spans, 1, 1 << 62)
+    return wire.Admit(bytes(16), 0, 7, owner, (me,), bytes(4 * tokens), items, 1, 60_000)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +217,8 @@ def test_b40_a_count_that_does_not_agree_is_an_error_of_the_request(
         (admitted(4, 40), 7, "placeholders up to token 45 of 40"),
         (admitted(4), 8, "this rank is not among the schedulers"),
         (replace(admitted(4), token_ids=bytes(41)), 7, "token ids of 41 bytes"),
-        (replace(admitted(), spans=(wire.Span(4, 2), wire.Span(5, 2))), 7, "span 1 is from token 5 on, behind token 6"),
-        (replace(admitted(), spans=(wire.Span(4, (1 << 31) - 1),)), 7, "placeholders up to token 2147483651 of 40"),
+        (replace(admitted(), items=(placed(4, 2), placed(5, 2))), 7, "span 1 is from token 5 on, behind token 6"),
+        (replace(admitted(), items=(placed(4, (1 << 31) - 1),)), 7, "placeholders up to token 2147483651 of 40"),
     ],
 )
 def test_b40_a_request_that_cannot_be_right_is_found_out_before_anything_waits_for_it(

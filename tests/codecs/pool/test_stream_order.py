@@ -625,9 +625,11 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
         with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(2) as waiter:
             encoder = Encoder(stage, adapter, thread, waiter)
             for request in (b"one", b"two"):
-                item = wire.Item("image", (1, 1, 1), 1, bytes(16), wire.Inline(0, CODES["uint8"], (1, 3)))
+                item = wire.Item(
+                    "image", (1, 1, 1), 1, bytes(32), (wire.Tensor("features", wire.Inline(0, CODES["uint8"], (1, 3))),)
+                )
                 ranks = (wire.Rank(0, 7),), (wire.Rank(0, 8),)
-                asked = wire.Encode(request.rjust(16), 0, 7, wire.Origin("tokenizer", 0, 3), *ranks, (item,), 1 << 62)
+                asked = wire.Encode(request.rjust(16), 0, 7, wire.Origin("tokenizer", 0, 3), *ranks, (item,), 60_000)
                 encoder.take(asked, [np.zeros(3, np.uint8)])
             encoding = tasks.create_task(encoder.encode())
             async with asyncio.timeout(10):

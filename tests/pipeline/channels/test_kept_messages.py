@@ -77,7 +77,9 @@ async def test_an_encoder_that_waits_keeps_no_job() -> None:
         encoder = Encoder(stage, SimpleNamespace(), thread, thread)
         frame = np.zeros(1)
         kept = weakref.ref(frame)
-        item = wire.Item("image", (1, 1, 1), 1, bytes(16), wire.Inline(0, CODES["uint8"], (1, 3)))
+        item = wire.Item(
+            "image", (1, 1, 1), 1, bytes(32), (wire.Tensor("features", wire.Inline(0, CODES["uint8"], (1, 3))),)
+        )
         ranks = ((wire.Rank(0, EPOCH),), (wire.Rank(0, 8),))
         encoder.take(wire.Encode(bytes(16), 0, EPOCH, ORIGIN, *ranks, (item,), 0), [frame])  # long past its deadline
         del frame

@@ -30,15 +30,16 @@ NOW, BEFORE = 7, 6  #: epochs
 OWNER, REQUEST = wire.Origin("tokenizer", 0, 3), bytes(16)
 RANKS = (wire.Rank(0, NOW),)
 PAYLOAD = wire.Inline(0, CODES["uint8"], (4, 32))
+PLACED = wire.PlacedItem("image", (1, 4, 4), bytes(32), (wire.Span(0, 4),))
 
 
 def encode(to: int) -> wire.Encode:
-    item = wire.Item("image", (1, 4, 4), 4, bytes(16), PAYLOAD)
-    return wire.Encode(REQUEST, 0, to, OWNER, RANKS, RANKS, (item,), 1 << 62)
+    item = wire.Item("image", (1, 4, 4), 4, bytes(32), (wire.Tensor("features", PAYLOAD),))
+    return wire.Encode(REQUEST, 0, to, OWNER, RANKS, RANKS, (item,), 60_000)
 
 
 def admit(to: int) -> wire.Admit:
-    return wire.Admit(REQUEST, 0, to, OWNER, RANKS, bytes(16), (wire.Span(0, 4),), 1, 1 << 62)
+    return wire.Admit(REQUEST, 0, to, OWNER, RANKS, bytes(16), (PLACED,), 1, 60_000)
 
 
 def embeddings(to: int) -> wire.Embeddings:

@@ -128,14 +128,17 @@ class Rank:
         items: Sequence[tuple[bytes, wire.Payload]],
         frames: Sequence[Any] = (),
         *,
-        deadline_ns: int = 1 << 62,
+        deadline_ms: int = 60_000,
         owner: wire.Origin = OWNER,
         encoders: tuple[wire.Rank, ...] = (wire.Rank(0, ME),),
         schedulers: tuple[wire.Rank, ...] = (wire.Rank(0, SCHEDULER.epoch),),
     ) -> None:
         """items: what each is a content of, and its payload."""
-        sent = tuple(wire.Item("image", (1, 2, 2), 1, content.rjust(16, b"\0"), payload) for content, payload in items)
-        self.encoder.take(wire.Encode(request.rjust(16), 0, ME, owner, encoders, schedulers, sent, deadline_ns), frames)
+        sent = tuple(
+            wire.Item("image", (1, 2, 2), 1, content.rjust(32, b"\0"), (wire.Tensor("features", payload),))
+            for content, payload in items
+        )
+        self.encoder.take(wire.Encode(request.rjust(16), 0, ME, owner, encoders, schedulers, sent, deadline_ms), frames)
 
     def cancel(self, request: bytes) -> None:
         self.encoder.take(wire.Cancel(request.rjust(16), 0, ME), [])

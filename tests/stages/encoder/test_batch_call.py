@@ -36,8 +36,8 @@ def call_of() -> Iterator[Callable[..., tuple[Call, list[View]]]]:
                 draft.views[0].data[:] = number + 1
                 [payload] = draft.dispatch(column, [])
                 views += draft.views
-                item = wire.Item("image", (1, SIDE, SIDE), 1, bytes(16), payload)
-                message = wire.Encode(bytes([number]) * 16, 0, 7, OWNER, RANKS, RANKS, (item,), 1 << 62)
+                item = wire.Item("image", (1, SIDE, SIDE), 1, bytes(32), (wire.Tensor("features", payload),))
+                message = wire.Encode(bytes([number]) * 16, 0, 7, OWNER, RANKS, RANKS, (item,), 60_000)
                 job = Job(message, Features(reader, message, ()))
                 undo.callback(job.close)
                 jobs.append(job)

@@ -71,23 +71,22 @@ def test_what_is_larger_than_the_cache_is_not_kept() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"content_hash": b"another content."},
+        {"content_hash": b"another content".rjust(32)},
         {"modality": "video"},
         {"grid": (4, 1, 4)},
         {"rows": 16},
-        {"payload": wire.Inline(0, CODES["bfloat16"], (16, 3))},
-        {"payload": wire.Inline(0, CODES["float32"], (16, 4))},
+        {"features": (wire.Tensor("features", wire.Inline(0, CODES["bfloat16"], (16, 3))),)},
+        {"features": (wire.Tensor("features", wire.Inline(0, CODES["float32"], (16, 4))),)},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_all_that_decides_the_result_is_in_the_key(change: dict[str, object]) -> None:
-    fields = dict(modality="image", grid=(1, 4, 4), rows=4, content_hash=bytes(16))
-    fields["payload"] = wire.Inline(0, CODES["float32"], (16, 3))
+    fields = dict(modality="image", grid=(1, 4, 4), rows=4, content_hash=bytes(32))
+    fields["features"] = (wire.Tensor("features", wire.Inline(0, CODES["float32"], (16, 3))),)
 
     def of(**fields: object) -> Content:
         item = wire.Item(**fields)  # type: ignore[arg-type]
-        assert item.payload is not None
-        return Content.of(item, item.payload)
+        return Content.of(item, item.features[0].payload)
 
     assert of(**fields) == of(**fields)
     assert of(**fields) != of(**(fields | change))

@@ -28,8 +28,8 @@ def job(
 ) -> Job:
     """A request of one item. rows: of its features, as many as patches unless it lies."""
     payload = wire.Inline(0, CODES[dtype], (patches if rows is None else rows, width))
-    item = wire.Item("image", (1, 1, patches), 1, bytes(16), payload)
-    message = wire.Encode(bytes(16), attempt, 7, ORIGIN, (), (), (item,), 1 << 62, anew)
+    item = wire.Item("image", (1, 1, patches), 1, bytes(32), (wire.Tensor("features", payload),))
+    message = wire.Encode(bytes(16), attempt, 7, ORIGIN, (), (), (item,), 60_000, anew)
     return Job(message, Features(None, message, []))  # type: ignore[arg-type]
 
 

@@ -33,7 +33,7 @@ async def test_whatever_comes_together_output_i_belongs_to_input_i(rank_of: Any,
             request = f"{turn} {number}".encode()
             asked[request] = rng.choices(contents, k=rng.randrange(1, 5))
             late = rng.random() < 0.1
-            rank.ask(request, asked[request], **({"deadline_ns": 1} if late else {}))
+            rank.ask(request, asked[request], **({"deadline_ms": 0} if late else {}))
             if late or rng.random() < 0.1:
                 over.add(request)
                 rank.cancel(request)
