@@ -37,6 +37,7 @@ from tensorferry.stages.adapters import fingerprint
 from tensorferry.stages.encoder import encoder as encoder_module
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.scheduler import scheduler as scheduler_module
+from tensorferry.stages.scheduler.collector import Collector
 from tensorferry.stages.tokenizer import tokenizer as tokenizer_module
 
 pytestmark = pytest.mark.slow
@@ -153,11 +154,10 @@ class Inside:
 
     def holds(self) -> dict[str, int]:
         """What is held for requests, where there is anything."""
-        scheduler = self.parts["scheduler"]
         held = {
             "requests": len(self.parts["tokenizer"]._requests),
             "jobs": self.parts["encoder"].in_flight(),
-            "ready": len(scheduler._ready) + len(scheduler._running) + scheduler._collecting,
+            "ready": self.parts["scheduler"].unfinished(),
         }
         for name in ("tokenizer", "encoder"):
             pool = self.stage(name).publisher.pool
@@ -249,7 +249,7 @@ async def test_what_was_found_once_is_not_found_again(monkeypatch: pytest.Monkey
         [its_encoder] = deployment.stage("tokenizer").peers.usable("encoder")
         assert its_encoder.column is not None, "its tensors still go by the pool"
         assert deployment.parts["encoder"].gauges()["encoded_items"] == len(PHOTOS), "the good request's items"
-        pending = deployment.parts["scheduler"]._pending.values()
+        pending = deployment.parts["scheduler"]._collector.pending.values()
         assert all(one.admit is None or one.admit.token_ids[:2] == b"ok" for one in pending), "nothing waits in vain"
 
 
@@ -374,9 +374,9 @@ async def test_a_fault_is_found(
 async def test_b26_a_scheduler_that_takes_late_embeddings_for_those_it_waits_for_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    of, Scheduler = scheduler_module.Scheduler._of, scheduler_module.Scheduler
-    monkeypatch.setattr(Scheduler, "_is_late", lambda self, message: False)
+    of = Collector._of
+    monkeypatch.setattr(Collector, "_is_late", lambda self, message: False)
     monkeypatch.setattr(
-        Scheduler, "_of", lambda self, *key: next(iter(reversed(self._pending.values())), None) or of(self, *key)
+        Collector, "_of", lambda self, *key: next(iter(reversed(self._pending.values())), None) or of(self, *key)
     )
     assert await late(monkeypatch)
