@@ -37,6 +37,7 @@ from tensorferry.stages.adapters import fingerprint
 from tensorferry.stages.encoder import encoder as encoder_module
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.scheduler import scheduler as scheduler_module
+from tensorferry.stages.scheduler.collector import Collector
 from tensorferry.stages.tokenizer import tokenizer as tokenizer_module
 
 pytestmark = pytest.mark.slow
@@ -152,11 +153,10 @@ class Inside:
 
     def holds(self) -> dict[str, int]:
         """What is held for requests, where there is anything."""
-        scheduler = self.parts["scheduler"]
         held = {
             "requests": self.parts["tokenizer"].in_flight(),
             "jobs": self.parts["encoder"].in_flight(),
-            "ready": scheduler.gauges()["queued"] + (scheduler.busy_since() is not None),
+            "ready": self.parts["scheduler"].unfinished(),
         }
         for name in ("tokenizer", "encoder"):
             pool = self.stage(name).publisher.pool
@@ -249,7 +249,7 @@ async def test_what_was_found_once_is_not_found_again(monkeypatch: pytest.Monkey
         [its_encoder] = deployment.stage("tokenizer").peers.usable("encoder")
         assert its_encoder.column is not None, "its tensors still go by the pool"
         assert deployment.parts["encoder"].gauges()["encoded_items"] == len(PHOTOS), "the good request's items"
-        pending = deployment.parts["scheduler"]._pending.values()
+        pending = deployment.parts["scheduler"]._collector.pending.values()
         assert all(one.admit is None or one.admit.token_ids[:2] == b"ok" for one in pending), "nothing waits in vain"
 
 

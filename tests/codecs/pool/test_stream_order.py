@@ -37,12 +37,13 @@ from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
-from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
+from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec, TimeoutsSpec
 from tensorferry.pipeline.peers.peer import Peer, PeerLife
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.finished_requests import FinishedRequests
-from tensorferry.stages.scheduler.scheduler import Scheduler
+from tensorferry.stages.scheduler.backlog import Backlog
+from tensorferry.stages.scheduler.collector import Collector
 
 NBYTES = 1 << 16
 DEVICE_POINTER = 0x3000
@@ -478,20 +479,17 @@ def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> An
         limits=Limits(),
         peers=SimpleNamespace(knows=lambda origin: True),
         counters=SimpleNamespace(count=counted.append),
-        deployment=SimpleNamespace(
-            timeouts=SimpleNamespace(ready_s=READY_S), scheduler=SimpleNamespace(attention_tp_size=1)
-        ),
+        deployment=Deployment(name="test", timeouts=TimeoutsSpec(ready_s=READY_S)),
     )
 
 
-class Collector(Scheduler):
-    """A scheduler as far as what becomes of embeddings that arrive."""
+class Arrivals(Collector):
+    """What a scheduler collects, as far as what becomes of embeddings that arrive."""
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
-        self._stage, self._copier = stage, copier
-        self._over, self._collected = FinishedRequests(60.0), FinishedRequests(60.0)
-        self._collecting, self._idle = 0, asyncio.Event()
-        self._pending, self._ready, self._running = {}, deque(), []
+        self.stage, self.over, self.backlog = stage, FinishedRequests(60.0), Backlog(0, lambda request: False)
+        replies: Any = None
+        super().__init__(stage, copier, self.over, self.backlog, replies)
         self.filed: list[tuple[Any, Any]] = []
         self.is_filed = asyncio.Event()
 
@@ -501,7 +499,7 @@ class Collector(Scheduler):
 
     def arrive(self, *proxies: Proxy) -> None:
         items = tuple(wire.Embedding(n, 100, (wire.Tensor("embeddings", proxy),)) for n, proxy in enumerate(proxies))
-        self._arrived(wire.Embeddings(bytes(16), 0, 7, wire.Origin("encoder", 0, 7), items, ()), [])
+        self.arrived(wire.Embeddings(bytes(16), 0, 7, wire.Origin("encoder", 0, 7), items, ()), [])
 
     def _file(self, message: Any, over: bool, arrived: Any, problem: Any) -> None:
         self.filed.append((None if over else arrived, problem))
@@ -509,13 +507,13 @@ class Collector(Scheduler):
 
 
 @pytest.fixture
-async def collector(host_shop: Shop) -> AsyncIterator[Collector]:
+async def collector(host_shop: Shop) -> AsyncIterator[Arrivals]:
     async with asyncio.TaskGroup() as tasks:
         with ThreadPoolExecutor(1) as copier:
-            yield Collector(stage_of(host_shop.reader, tasks, []), copier)
+            yield Arrivals(stage_of(host_shop.reader, tasks, []), copier)
 
 
-async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop, collector: Collector) -> None:
+async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop, collector: Arrivals) -> None:
     collector.arrive(host_shop.publish())
     await asyncio.sleep(0)
     assert collector.filed == []
@@ -527,10 +525,9 @@ async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_sh
     assert host_shop.out() == 0
 
 
-async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Collector) -> None:
-    collector._stage.peers.tell, collector._stage.origin = (lambda message: None), None
+async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Arrivals) -> None:
     collector.arrive(host_shop.publish())
-    draining = asyncio.create_task(collector.drain())
+    draining = asyncio.create_task(collector.backlog.join())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not draining.done()
@@ -542,20 +539,20 @@ async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, colle
 
 @pytest.mark.parametrize("when", ["before it arrives", "while it is waited for"])
 async def test_what_a_request_that_is_over_owes_is_given_back_at_once(
-    host_shop: Shop, collector: Collector, when: str
+    host_shop: Shop, collector: Arrivals, when: str
 ) -> None:
     written, unwritten = host_shop.publish_written(), host_shop.publish()
     if when == "before it arrives":
-        collector._over.add(bytes(16), 0)
+        collector.over.add(bytes(16), 0)
     collector.arrive(unwritten, written)
     await asyncio.sleep(0)
-    collector._over.add(bytes(16), 0)
+    collector.over.add(bytes(16), 0)
     await collector.settled()
     assert collector.filed[0][0] is None
     assert host_shop.out() == 1, "the one that is being written"
 
 
-async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Shop, collector: Collector) -> None:
+async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Shop, collector: Arrivals) -> None:
     late = host_shop.publish()
     with host_shop.pool.lease(100) as lease:
         lease.dispatch((host_shop.column,))
@@ -568,9 +565,9 @@ async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Sho
 
 
 async def test_a_lease_that_is_never_written_is_said_to_be_late(
-    host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    host_shop: Shop, collector: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector._stage.deployment.timeouts.ready_s = 0.01
+    collector.stage.deployment = Deployment(name="test", timeouts=TimeoutsSpec(ready_s=0.01))
     collector.arrive(host_shop.publish(), host_shop.publish())
     await collector.settled()
     assert "was not written within 0.01 s" in str(collector.filed[0][1])
@@ -580,7 +577,7 @@ async def test_a_lease_that_is_never_written_is_said_to_be_late(
 
 @pytest.mark.slow
 async def test_embeddings_that_cannot_be_copied_fail_their_request_alone(
-    host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    host_shop: Shop, collector: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def copy(self: View) -> View:
         raise RuntimeError("CUDA out of memory")

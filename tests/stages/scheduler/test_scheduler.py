@@ -6,20 +6,18 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.stages.doubles import WorkStage
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadMessage
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
-from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View, view_of
 from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
-from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.scheduler.splice import check, contradiction, splice
@@ -48,23 +46,11 @@ class Rank:
     """A scheduler rank whose peers are lists: `told` has what its owners were told."""
 
     def __init__(self, copier: ThreadPoolExecutor, **spec: Any) -> None:
-        self.engine, self.reader, self.counters = Noted(), Reader(ME), Counters()
-        self.told: list[wire.Message] = []
-        stage: Any = SimpleNamespace(
-            deployment=Deployment(name="test", scheduler=SchedulerSpec(**spec)),
-            epoch=ME,
-            origin=wire.Origin("scheduler", 0, ME),
-            reader=self.reader,
-            device=None,
-            counters=self.counters,
-            outlive=lambda problem: None,
-            peers=SimpleNamespace(
-                knows=lambda origin: origin != STRANGER,
-                get=lambda stage, rank, epoch: OWNER,
-                report=lambda peer, message: self.told.append(message),
-            ),
-        )
-        self.scheduler = Scheduler(stage, self.engine, copier)
+        self.engine = Noted()
+        deployment = Deployment(name="test", scheduler=SchedulerSpec(**spec))
+        self.stage: Any = WorkStage("scheduler", ME, deployment, [OWNER, ENCODER])
+        self.reader, self.counters, self.told = self.stage.reader, self.stage.counters, self.stage.peers.reports
+        self.scheduler = Scheduler(self.stage, self.engine, copier)
 
     def admit(self, request: bytes, items: int, *, attempt: int = 0, tokens: int = 16) -> None:
         spans = tuple(wire.Span(ROWS * index, ROWS) for index in range(items))
@@ -87,9 +73,7 @@ class Rank:
         task = asyncio.create_task(self.scheduler.run())
         try:
             async with asyncio.timeout(20):
-                while self.scheduler._ready or self.scheduler._running:
-                    self.scheduler._idle.clear()
-                    await self.scheduler._idle.wait()
+                await self.scheduler.drain()
         finally:
             task.cancel()
             await asyncio.wait([task])
@@ -102,8 +86,7 @@ def rank_of() -> Iterator[Callable[..., Rank]]:
 
         def make(**spec: Any) -> Rank:
             rank = Rank(copier, **spec)
-            undo.callback(rank.reader.close)
-            undo.callback(rank.counters.close)
+            undo.callback(rank.stage.close)
             return rank
 
         yield make

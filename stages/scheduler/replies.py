@@ -1,0 +1,55 @@
+"""What a scheduler rank tells the owner of a request."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import structlog
+
+from tensorferry.codecs import messages as wire
+from tensorferry.codecs.errors import PeerGone
+from tensorferry.pipeline.process.stage import Stage
+from tensorferry.stages.failures import failure_of
+from tensorferry.stages.finished_requests import FinishedRequests
+from tensorferry.stages.scheduler.splice import Answer
+
+log = structlog.get_logger()
+
+
+class Replies:
+    """See the module. A request that is done or has failed is noted as finished."""
+
+    def __init__(self, stage: Stage, finished: FinishedRequests) -> None:
+        self._stage, self._finished = stage, finished
+
+    def collected(self, admit: wire.Admit) -> None:
+        """All embeddings of the request are here."""
+        self._tell(admit.owner, wire.Collected(admit.request, admit.attempt, admit.owner.epoch, self._stage.origin))
+
+    def done(self, admit: wire.Admit, answer: Answer, marks: dict[str, int]) -> None:
+        """The engine has answered."""
+        done = wire.Done(
+            admit.request,
+            admit.attempt,
+            admit.owner.epoch,
+            self._stage.origin,
+            answer.output_tokens,
+            answer.digests,
+            tuple(wire.Mark(step, at_ns) for step, at_ns in {**marks, "done": time.monotonic_ns()}.items()),
+            answer.token_ids,
+        )
+        self._finished.add(admit.request, admit.attempt)
+        self._tell(admit.owner, done)
+        log.debug("done", request=admit.request.hex(), items=len(admit.spans), output_tokens=answer.output_tokens)
+
+    def failed(self, admit: wire.Admit, problem: Exception) -> None:
+        """This rank gives the request up."""
+        self._finished.add(admit.request, admit.attempt)
+        failure = failure_of(problem, self._stage.origin, items=len(admit.spans))
+        log.info("failed", request=admit.request.hex(), kind=failure.kind, problem=failure.problem)
+        self._tell(admit.owner, wire.Failed(admit.request, admit.attempt, failure, admit.owner.epoch))
+
+    def _tell(self, owner: wire.Origin, message: wire.Collected | wire.Done | wire.Failed) -> None:
+        with suppress(PeerGone):
+            self._stage.peers.report(self._stage.peers.get(owner.stage, owner.rank, owner.epoch), message)
