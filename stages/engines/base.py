@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +121,11 @@ class StreamingEngine(Protocol):
 
     async def close(self) -> None:
         """Leave nothing behind: processes, shared memory, files. Called once, also after EngineDied."""
+
+
+def is_streaming(engine: Engine | StreamingEngine) -> TypeGuard[StreamingEngine]:
+    """Whether it answers request by request."""
+    return callable(getattr(engine, "submit", None))
 
 
 Options = Mapping[str, Any]

@@ -9,9 +9,10 @@ from typing import Any
 
 from tensorferry.pipeline.deployment.spec import SchedulerSpec, Spec
 from tensorferry.stages.checkpoint import read_config
-from tensorferry.stages.engines.base import Engine
+from tensorferry.stages.engines.base import Engine, StreamingEngine
 from tensorferry.stages.engines.discard import DiscardOptions
 from tensorferry.stages.engines.options import HfCausalOptions
+from tensorferry.stages.engines.paced import PacedOptions
 from tensorferry.stages.plugin import bad_config, blamed, check_reference, import_class, read_options, require
 
 
@@ -26,6 +27,7 @@ class BuiltIn:
 
 BUILT_IN = {
     "discard": BuiltIn("tensorferry.stages.engines.discard:Discard", DiscardOptions),
+    "paced": BuiltIn("tensorferry.stages.engines.paced:Paced", PacedOptions),
     "hf-causal": BuiltIn("tensorferry.stages.engines.hf_causal:HfCausal", HfCausalOptions, needs="transformers"),
 }
 
@@ -62,13 +64,13 @@ def embedding_width(spec: SchedulerSpec) -> int | None:
     return width if isinstance(width, int) else None  # models that call it otherwise are left to transformers
 
 
-def make_engine(spec: SchedulerSpec) -> Engine:
+def make_engine(spec: SchedulerSpec) -> Engine | StreamingEngine:
     """The engine of `spec`: a name of BUILT_IN, or a user's own class, `package.module:Class`, built as
     `Class(spec)`. Raises ConfigError, whatever a plug-in raises."""
     check_reference("scheduler.engine", spec.engine, BUILT_IN)
     found = import_engine(spec.engine)
     with blamed("scheduler.engine", f"cannot make {spec.engine!r}", unless=spec.engine in BUILT_IN):
-        engine: Engine = found(spec.options if spec.engine in BUILT_IN else spec)
+        engine: Engine | StreamingEngine = found(spec.options if spec.engine in BUILT_IN else spec)
     return engine
 
 
@@ -77,6 +79,6 @@ def import_engine(name: str) -> type[Any]:
     if built_in := BUILT_IN.get(name):
         require("scheduler.engine", name, built_in.needs)
     found = import_class("scheduler.engine", built_in.reference if built_in else name)
-    if not callable(getattr(found, "run", None)):
-        raise bad_config("scheduler.engine", f"{name!r} is not an engine: it has no method run")
+    if not any(callable(getattr(found, method, None)) for method in ("run", "submit")):
+        raise bad_config("scheduler.engine", f"{name!r} is not an engine: it has no method run, nor submit")
     return found

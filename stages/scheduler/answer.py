@@ -33,6 +33,7 @@ class Answer:
     count: int = 0  #: of tokens; an engine that keeps them to itself says this alone
     _told: int = 0  #: tokens
     _told_texts: int = 0  #: entries of `texts`
+    _before: tuple[int, int] = (0, 0)  #: these two, before the delta that came last
 
     @classmethod
     def whole(cls, result: object, items: int) -> Answer:
@@ -95,10 +96,15 @@ class Answer:
             text,
             tuple(self.logprobs[first:last]),
         )
+        self._before = self._told, self._told_texts
         self._told = last
         if last == self.count:
             self._told_texts = len(self.texts)
         return delta
+
+    def take_back(self) -> None:
+        """The delta that came last was not sent."""
+        self._told, self._told_texts = self._before
 
 
 def token_bytes(given: object) -> bytes:

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from tensorferry.codecs import messages as wire
-from tensorferry.stages.engines.base import EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class CompleteRequest:
-    """A request whose tokens and embeddings are here and fit each other."""
-
-    admit: wire.Admit
-    request: EngineRequest
-    marks: dict[str, int]  #: step -> when it was, the latest time over all encoder ranks
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the batch budget that it takes."""
-        return len(self.admit.token_ids) // 4 + self.admit.output_tokens
+from tensorferry.stages.scheduler.engine_side import CompleteRequest
+from tensorferry.stages.scheduler.waiting import Waiting
 
 
 class Backlog:
@@ -33,7 +17,7 @@ class Backlog:
         """batch_tokens: the budget of a batch; a request that exceeds it runs alone. is_over: nobody waits for it."""
         self._batch_tokens, self._is_over = batch_tokens, is_over
         self._copying = 0
-        self._waiting: deque[CompleteRequest] = deque()
+        self._waiting: Waiting[CompleteRequest] = Waiting()
         self._running: Sequence[CompleteRequest] = ()
         self._changed = asyncio.Event()
 
@@ -61,12 +45,13 @@ class Backlog:
         self._changed.set()
 
     def add(self, request: CompleteRequest) -> None:
-        self._waiting.append(request)
+        admit = request.admit
+        self._waiting.put(request, priority=admit.priority, tenant=admit.tenant, cost=request.cost)
         self._changed.set()
 
     @contextmanager
     def batch(self) -> Iterator[Sequence[CompleteRequest]]:
-        """The requests that run next, in order of completion, for the time that they run; none if all were over."""
+        """The requests that run next, for the time that they run; none if all were over."""
         self._running = batch = self._next()
         try:
             yield batch
@@ -89,13 +74,13 @@ class Backlog:
     def _next(self) -> list[CompleteRequest]:
         batch: list[CompleteRequest] = []
         budget = self._batch_tokens
-        while self._waiting:
-            cost = self._waiting[0].tokens
-            if batch and cost > budget:
+        while (first := self._waiting.first()) is not None:
+            _, cost = first
+            if batch and cost.tokens > budget:
                 break
-            request = self._waiting.popleft()
+            request = self._waiting.take()
             if self._is_over(request):
                 continue
-            budget -= cost
+            budget -= cost.tokens
             batch.append(request)
         return batch

@@ -22,7 +22,7 @@ from tensorferry.pipeline.process.stage import Stage
 from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.gpu_wait import unready, wait_ready
 from tensorferry.stages.off_loop import run_to_end
-from tensorferry.stages.scheduler.backlog import Backlog, CompleteRequest
+from tensorferry.stages.scheduler.engine_side import CompleteRequest, EngineSide
 from tensorferry.stages.scheduler.replies import Replies
 from tensorferry.stages.scheduler.splice import check, contradiction, splice
 
@@ -46,7 +46,7 @@ class Collector:
     """See the module. A complete request goes to the backlog, and one that cannot become complete fails."""
 
     def __init__(
-        self, stage: Stage, copier: Executor, finished: FinishedRequests, backlog: Backlog, replies: Replies
+        self, stage: Stage, copier: Executor, finished: FinishedRequests, backlog: EngineSide, replies: Replies
     ) -> None:
         """copier: a thread that copies large embeddings."""
         self._stage, self._copier, self._backlog, self._replies = stage, copier, backlog, replies
@@ -54,7 +54,9 @@ class Collector:
         self._most_pending = most_requests(stage.deployment)
         self._pending: dict[tuple[bytes, int], Pending] = {}
         self._over = finished
-        self._collected = FinishedRequests(stage.deployment.limits.request_timeout_s)  #: all that belongs to these is here
+        self._collected = FinishedRequests(
+            stage.deployment.limits.request_timeout_s
+        )  #: all that belongs to these is here
 
     @property
     def pending(self) -> Mapping[tuple[bytes, int], Pending]:
@@ -86,7 +88,7 @@ class Collector:
             self.forget(admit.request, admit.attempt - 1)
         pending = self._of(admit.request, admit.attempt)
         pending.admit = admit
-        pending.until_ns = min(admit.deadline_ns, time.monotonic_ns() + self._patience_ns)
+        pending.until_ns = time.monotonic_ns() + min(admit.deadline_ms * 1_000_000, self._patience_ns)
         problem = pending.problem or contradiction(admit, self._stage.epoch)
         if problem is not None:
             self._fail(admit, problem)
@@ -210,11 +212,11 @@ class Collector:
     def _complete(self, request: bytes, attempt: int, pending: Pending) -> None:
         """Queue the request once its tokens and all its embeddings are here, and fit each other."""
         admit = pending.admit
-        if admit is None or any(item not in pending.embeddings for item in range(len(admit.spans))):
+        if admit is None or any(item not in pending.embeddings for item in range(len(admit.items))):
             return
         try:
             check(admit, pending.embeddings)
-            ready = splice(admit, pending.embeddings)
+            ready = splice(admit, pending.embeddings, pending.until_ns)
         except FerryError as problem:
             self._fail(admit, problem)
             return

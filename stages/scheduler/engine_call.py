@@ -13,7 +13,7 @@ from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.engines.base import Engine, EngineResult
 from tensorferry.stages.finished_requests import FinishedRequests
 from tensorferry.stages.loop_watch import Watch
-from tensorferry.stages.scheduler.backlog import CompleteRequest
+from tensorferry.stages.scheduler.engine_side import CompleteRequest
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ class EngineCall:
 
     async def answers(self, batch: Sequence[CompleteRequest]) -> Answers:
         """What the engine answers to each request of a batch, or why it did not."""
-        patience_ns = max(one.admit.deadline_ns for one in batch) - time.monotonic_ns()
+        patience_ns = max(one.request.deadline_ns for one in batch) - time.monotonic_ns()
         call = self._call = asyncio.create_task(self._ask(batch))
         late = False
 
@@ -69,7 +69,9 @@ class EngineCall:
 
     def cancel_if_over(self, batch: Sequence[CompleteRequest]) -> None:
         """Cancel the call for this batch if nobody waits for any of its requests."""
-        if self._call is not None and all(self._finished.is_finished(one.admit.request, one.admit.attempt) for one in batch):
+        if self._call is not None and all(
+            self._finished.is_finished(one.admit.request, one.admit.attempt) for one in batch
+        ):
             self._call.cancel()
 
     async def _ask(self, batch: Sequence[CompleteRequest]) -> Answers:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import cast
 
 import structlog
 
@@ -16,14 +17,15 @@ from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.process.run_process import Stop
 from tensorferry.pipeline.process.stage import Stage
 from tensorferry.pipeline.process.start_stage import opened
-from tensorferry.stages.engines.base import Engine
+from tensorferry.stages.engines.base import Engine, EngineDied, StreamingEngine, is_streaming
 from tensorferry.stages.engines.registry import make_engine
 from tensorferry.stages.finished_requests import FinishedRequests
-from tensorferry.stages.scheduler.backlog import Backlog, CompleteRequest
+from tensorferry.stages.loop_watch import Watch
+from tensorferry.stages.scheduler.batches import Batches
 from tensorferry.stages.scheduler.collector import Collector
-from tensorferry.stages.scheduler.engine_call import EngineCall
+from tensorferry.stages.scheduler.engine_side import EngineSide
 from tensorferry.stages.scheduler.replies import Replies
-from tensorferry.stages.scheduler.splice import Answer
+from tensorferry.stages.scheduler.streams import Streams
 
 log = structlog.get_logger()
 
@@ -33,7 +35,7 @@ SWEEP_PERIOD_S = 1.0
 async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
     """Run scheduler rank `rank` until `stop` drains it."""
     engine = make_engine(deployment.scheduler)  # before any peer hears of this process: it may take its time
-    async with opened(deployment, "scheduler", rank) as stage:
+    async with started(engine, deployment.timeouts.start_s), opened(deployment, "scheduler", rank) as stage:
         copier = stage.channels.enter_context(ThreadPoolExecutor(1, "copy"))
         scheduler = Scheduler(stage, engine, copier)
         with stage.running(stage.serve(scheduler), scheduler.run(), scheduler.sweep()):
@@ -43,18 +45,41 @@ async def main(deployment: Deployment, rank: int, stop: Stop) -> None:
             await scheduler.drain()
 
 
-class Scheduler:
-    """See the module. A request passes `take`, the collector, the backlog, `run` and `_reply`."""
+@asynccontextmanager
+async def started(engine: Engine | StreamingEngine, start_s: float) -> AsyncIterator[None]:
+    """An engine that is able to answer, for the length of the block. Raises ConfigError, EngineDied."""
+    if not is_streaming(engine):
+        yield
+        return
+    try:
+        try:
+            async with asyncio.timeout(start_s):
+                await engine.start()
+        except TimeoutError:
+            raise EngineDied(f"it was not ready after {start_s:g} s (timeouts.start_s)") from None
+        yield
+    finally:
+        await engine.close()
 
-    def __init__(self, stage: Stage, engine: Engine, copier: Executor) -> None:
+
+def engine_side(
+    stage: Stage, engine: Engine | StreamingEngine, finished: FinishedRequests, replies: Replies
+) -> EngineSide:
+    if is_streaming(engine):
+        watch = Watch("scheduler.engine", stage.deployment.scheduler.engine, stage.counters)
+        return Streams(engine, replies, watch, stage.tasks.create_task)
+    return Batches(stage, cast(Engine, engine), finished, replies)
+
+
+class Scheduler:
+    """See the module. A request passes `take`, the collector, the engine side and the replies."""
+
+    def __init__(self, stage: Stage, engine: Engine | StreamingEngine, copier: Executor) -> None:
         self._stage = stage
         self._finished = FinishedRequests(stage.deployment.limits.request_timeout_s)
         self._replies = Replies(stage, self._finished)
-        self._backlog = Backlog(stage.deployment.scheduler.batch_tokens, self._is_finished)
-        self._collector = Collector(stage, copier, self._finished, self._backlog, self._replies)
-        name = stage.deployment.scheduler.engine
-        self._engine = EngineCall(engine, name, stage.counters, self._finished, stage.outlive)
-        self._busy_since: float | None = None
+        self._engine = engine_side(stage, engine, self._finished, self._replies)
+        self._collector = Collector(stage, copier, self._finished, self._engine, self._replies)
 
     # --- what its process asks: see `Work`
 
@@ -71,17 +96,17 @@ class Scheduler:
         return True
 
     def in_flight(self) -> int:
-        return len(self._collector.pending) + self._backlog.waiting + len(self._backlog.running)
+        return len(self._collector.pending) + self._engine.in_flight
 
     def unfinished(self) -> int:
         """What `drain` waits for: requests that are complete, and embeddings that are being copied."""
-        return self._backlog.unfinished
+        return self._engine.unfinished
 
     def busy_since(self) -> float | None:
-        return self._busy_since
+        return self._engine.busy_since
 
     def gauges(self) -> Mapping[str, float]:
-        return {"queued": self._backlog.waiting}
+        return self._engine.gauges()
 
     def connection_mended(self, peer: Peer) -> None:
         """Nothing: `Peers` sends its reports again."""
@@ -95,38 +120,16 @@ class Scheduler:
             self._stage.counters.count("admits_late")
         else:
             self._collector.admit(admit)
-            self._engine.cancel_if_over(self._backlog.running)  # an older attempt may be running
+            self._engine.drop_over()  # an older attempt may be running
 
     def _give_up(self, request: bytes, attempt: int) -> None:
         """Nobody waits for this attempt any more, nor for an older one."""
         self._collector.forget(request, attempt)
-        self._engine.cancel_if_over(self._backlog.running)
+        self._engine.drop_over()
 
     async def run(self) -> None:
-        """Take as many complete requests as the token budget allows, run them, and answer each; for ever."""
-        while True:
-            await self._backlog.arrives()
-            with self._backlog.batch() as batch:
-                if batch:
-                    self._busy_since = time.monotonic()
-                    started_ns = time.monotonic_ns()
-                    answers = await self._engine.answers(batch)
-                    for one, result in zip(batch, answers, strict=True):
-                        self._reply(one, result, started_ns)
-                    self._busy_since = None
-
-    def _reply(self, one: CompleteRequest, result: object, started_ns: int) -> None:
-        """Tell the owner what the engine answered, unless the request was given up meanwhile."""
-        if self._is_finished(one):
-            return
-        try:
-            if isinstance(result, Exception):
-                raise result
-            answer = Answer.of(result, len(one.admit.spans))
-        except Exception as problem:
-            self._replies.failed(one.admit, problem)
-        else:
-            self._replies.done(one.admit, answer, {**one.marks, "running": started_ns})
+        """Have the engine answer what is complete, for ever. Raises EngineDied."""
+        await self._engine.run()
 
     async def sweep(self) -> None:
         """Drop what can never become complete, once a second, for ever."""
@@ -139,7 +142,4 @@ class Scheduler:
         requests have given them up: they left before this process."""
         self._stage.peers.tell(wire.Drain(self._stage.origin))
         log.info("draining", in_flight=self.in_flight())
-        await self._backlog.join()
-
-    def _is_finished(self, one: CompleteRequest) -> bool:
-        return self._finished.is_finished(one.admit.request, one.admit.attempt)
+        await self._engine.join()

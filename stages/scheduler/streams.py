@@ -4,73 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-import structlog
-
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import text_of
-from tensorferry.stages.engines.base import EngineDied, EngineRequest, StreamingEngine
+from tensorferry.stages.engines.base import EngineDied, StreamingEngine
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.scheduler.answer import Answer, BadAnswer
-from tensorferry.stages.scheduler.waiting import Cost, Waiting
-
-log = structlog.get_logger()
+from tensorferry.stages.scheduler.engine_side import CompleteRequest
+from tensorferry.stages.scheduler.waiting import Waiting
 
 COALESCE_S = 0.005  #: an owner is told of an answer this often at most; what comes meanwhile travels together
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A complete request, from when it is put in line until its answer is whole."""
-
-    admit: wire.Admit
-    request: EngineRequest
-    cost: Cost
-    marks: dict[str, int] = field(default_factory=dict)  #: step -> when it was reached
+AGAIN_S = 0.05  #: after which one whose queue was full is told again
 
 
 class Owners(Protocol):
-    """Who hears what becomes of a job. None of these raises, nor waits."""
+    """Who hears what becomes of a request. None of these raises, nor waits."""
 
-    origin: wire.Origin  #: of this rank
+    @property
+    def origin(self) -> wire.Origin:
+        """Of this rank."""
+        ...
 
-    def is_over(self, job: Job) -> bool:
+    def is_over(self, one: CompleteRequest) -> bool:
         """Whether nobody waits for it any more."""
         ...
 
-    def answering(self, job: Job, delta: wire.Delta) -> None: ...
+    def delta(self, admit: wire.Admit, delta: wire.Delta) -> bool:
+        """False: the owner's queue is full, and nothing was sent."""
+        ...
 
-    def answered(self, job: Job, answer: Answer) -> None: ...
+    def done(self, admit: wire.Admit, answer: Answer, marks: dict[str, int]) -> None: ...
 
-    def failed(self, job: Job, problem: Exception) -> None: ...
+    def failed(self, admit: wire.Admit, problem: Exception) -> None: ...
 
-    def expired(self, job: Job) -> None:
+    def expired(self, admit: wire.Admit) -> None:
         """Its deadline has passed."""
         ...
 
 
 class Streams:
-    """See the module. `put` what is complete, `cancel` what nobody waits for."""
+    """See the module, and `EngineSide`."""
 
     def __init__(
         self, engine: StreamingEngine, owners: Owners, watch: Watch, start: Callable[..., asyncio.Task[None]]
     ) -> None:
         """start: `create_task` of the group that ends the process when one of its tasks raises."""
         self._engine, self._owners, self._watch, self._start = engine, owners, watch, start
-        self._waiting: Waiting[Job] = Waiting()
-        self._running: dict[Job, asyncio.Task[None]] = {}
+        self._waiting: Waiting[CompleteRequest] = Waiting()
+        self._running: dict[CompleteRequest, asyncio.Task[None]] = {}
+        self._copying = 0
         self._tokens = 0  #: of the running ones
         self._progress_s: float | None = None  #: when the engine was seen to move
         self._idle = asyncio.Event()
-        self._idle.set()
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._running)
 
     @property
     def queued(self) -> int:
@@ -81,87 +70,107 @@ class Streams:
         return len(self._running)
 
     @property
+    def in_flight(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def unfinished(self) -> int:
+        return self._copying + self.in_flight
+
+    @property
     def busy_since(self) -> float | None:
-        """Since when the engine has given no sign, while it has something to do."""
         return self._progress_s if self._running else None
 
-    def put(self, job: Job) -> None:
-        admit = job.admit
-        self._waiting.put(job, priority=admit.priority, tenant=admit.tenant, cost=job.cost)
-        self._idle.clear()
+    def gauges(self) -> Mapping[str, float]:
+        return {"queued": len(self._waiting), "running": len(self._running), "running_tokens": self._tokens}
+
+    def copy_began(self) -> None:
+        self._copying += 1
+
+    def copy_ended(self) -> None:
+        self._copying -= 1
+        self._idle.set()
+
+    def add(self, request: CompleteRequest) -> None:
+        admit = request.admit
+        self._waiting.put(request, priority=admit.priority, tenant=admit.tenant, cost=request.cost)
         self._fill()
 
     def drop_over(self) -> None:
-        """Cancel all that nobody waits for any more."""
         self._waiting.drop(self._owners.is_over)
-        for job, task in list(self._running.items()):
-            if self._owners.is_over(job):
+        for one, task in self._running.items():
+            if self._owners.is_over(one):
                 task.cancel()
         self._fill()
 
-    async def wait_idle(self) -> None:
-        """Until everything that was put has ended."""
-        await self._idle.wait()
+    async def run(self) -> None:
+        """Nothing: requests run when they are added, or when there is room for them."""
+
+    async def join(self) -> None:
+        while self.unfinished:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # --- one request
 
     def _fill(self) -> None:
         """Begin as many as there is room for. One that is larger than the engine's capacity runs alone."""
         requests, tokens = self._engine.capacity
         while (first := self._waiting.first()) is not None:
-            _, cost = first
+            cost = first[1]
             if self._running and (len(self._running) >= requests or self._tokens + cost.tokens > tokens):
                 break
-            job = self._waiting.take()
+            one = self._waiting.take()
             self._tokens += cost.tokens
             if not self._running:
                 self._progress_s = time.monotonic()
-            self._running[job] = task = self._start(self._answer(job), name="answer")
-            task.add_done_callback(partial(self._ended, job))  # also of one that was cancelled before its first step
-        if not self._running and not self._waiting:
-            self._idle.set()
+            self._running[one] = task = self._start(self._answer(one), name="answer")
+            task.add_done_callback(partial(self._ended, one))  # also of one that was cancelled before its first step
+        self._idle.set()
 
-    async def _answer(self, job: Job) -> None:
+    def _ended(self, one: CompleteRequest, task: asyncio.Task[None]) -> None:
+        del self._running[one]
+        self._tokens -= one.cost.tokens
+        self._fill()
+
+    async def _answer(self, one: CompleteRequest) -> None:
         """Until its answer is whole, its deadline has passed, or it is cancelled, which closes the engine's
         generator."""
-        answer = Answer(len(job.admit.items), job.admit.output_tokens, job.admit.stream)
-        teller = _Teller(self._owners, job, answer)
-        limit = asyncio.timeout_at(job.request.deadline_ns / 1e9)
+        admit = one.admit
+        answer = Answer(len(admit.items), admit.output_tokens, admit.stream)
+        teller = _Teller(self._owners, admit, answer)
+        limit = asyncio.timeout_at(one.request.deadline_ns / 1e9)
+        began_ns = time.monotonic_ns()
         try:
-            job.marks["running"] = time.monotonic_ns()
-            async with limit, aclosing(self._engine.submit(job.request)) as deltas:
+            async with limit, aclosing(self._engine.submit(one.request)) as deltas:
                 steps = aiter(deltas)
                 while not answer.finish:
                     delta = await self._watch.steps(lambda: anext(steps))
                     self._progress_s = time.monotonic()
                     answer.add(delta, time.monotonic_ns())
                     teller.tell()
-            job.marks["done"] = time.monotonic_ns()
             teller.flush()
-            self._owners.answered(job, answer)
+            self._owners.done(admit, answer, {**one.marks, "running": began_ns})
         except EngineDied:
             raise
         except StopAsyncIteration:
-            self._owners.failed(job, BadAnswer("the engine's answer ended without a reason (`finish`)"))
+            self._owners.failed(admit, BadAnswer("the engine's answer ended without a reason (`finish`)"))
         except SystemExit as problem:  # else it would end this process
-            self._owners.failed(job, RuntimeError(f"SystemExit: {text_of(problem)}"))
+            self._owners.failed(admit, RuntimeError(f"SystemExit: {text_of(problem)}"))
         except Exception as problem:
             if limit.expired():
-                self._owners.expired(job)
+                self._owners.expired(admit)
             else:
-                self._owners.failed(job, problem)
+                self._owners.failed(admit, problem)
         finally:
             teller.close()
-
-    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
-        del self._running[job]
-        self._tokens -= job.cost.tokens
-        self._fill()
 
 
 class _Teller:
     """Tells an owner of an answer as it comes: at once, or COALESCE_S after the last time."""
 
-    def __init__(self, owners: Owners, job: Job, answer: Answer) -> None:
-        self._owners, self._job, self._answer = owners, job, answer
+    def __init__(self, owners: Owners, admit: wire.Admit, answer: Answer) -> None:
+        self._owners, self._admit, self._answer = owners, admit, answer
         self._next_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -176,16 +185,18 @@ class _Teller:
             self._timer = loop.call_at(self._next_s, self.flush)
 
     def flush(self) -> None:
-        """All that has come."""
+        """All that has come, as far as the owner's queue has room. `Done` has the whole answer, too."""
         self.close()
-        if not self._answer.stream:
-            return
-        while (delta := self._next()) is not None:
-            self._owners.answering(self._job, delta)
-        self._next_s = asyncio.get_running_loop().time() + COALESCE_S
+        loop = asyncio.get_running_loop()
+        while self._answer.stream and (delta := self._next()) is not None:
+            if not self._owners.delta(self._admit, delta):
+                self._answer.take_back()
+                self._timer = loop.call_later(AGAIN_S, self.flush)
+                return
+        self._next_s = loop.time() + COALESCE_S
 
     def _next(self) -> wire.Delta | None:
-        admit = self._job.admit
+        admit = self._admit
         return self._answer.next_delta(admit.request, admit.attempt, admit.owner.epoch, self._owners.origin)
 
     def close(self) -> None:

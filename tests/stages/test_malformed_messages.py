@@ -37,7 +37,6 @@ from tensorferry.stages.adapters import fingerprint
 from tensorferry.stages.encoder import encoder as encoder_module
 from tensorferry.stages.processors.registry import make_processor
 from tensorferry.stages.scheduler import scheduler as scheduler_module
-from tensorferry.stages.scheduler.collector import Collector
 from tensorferry.stages.tokenizer import tokenizer as tokenizer_module
 
 pytestmark = pytest.mark.slow

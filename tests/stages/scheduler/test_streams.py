@@ -18,8 +18,8 @@ from tensorferry.stages.engines.base import Capacity, Delta, EngineDied, EngineR
 from tensorferry.stages.engines.paced import Paced, made_up
 from tensorferry.stages.loop_watch import Watch
 from tensorferry.stages.scheduler.answer import Answer
-from tensorferry.stages.scheduler.streams import Job, Streams
-from tensorferry.stages.scheduler.waiting import Cost
+from tensorferry.stages.scheduler.engine_side import CompleteRequest
+from tensorferry.stages.scheduler.streams import Streams
 
 OWNER = wire.Origin("tokenizer", 0, 7)
 DEADLINE_S = 20.0
@@ -34,35 +34,42 @@ class Heard:
         self.deltas: list[wire.Delta] = []
         self.ends: list[tuple[str, Any]] = []
         self.over: set[bytes] = set()
+        self.full = 0  #: how many deltas more find the owner's queue full
         self.something, self.ended = asyncio.Event(), asyncio.Event()
 
-    def is_over(self, job: Job) -> bool:
-        return job.admit.request in self.over
+    def is_over(self, one: CompleteRequest) -> bool:
+        return one.admit.request in self.over
 
-    def answering(self, job: Job, delta: wire.Delta) -> None:
+    def delta(self, admit: wire.Admit, delta: wire.Delta) -> bool:
+        if self.full:
+            self.full -= 1
+            return False
         self.deltas.append(delta)
         self.something.set()
+        return True
 
-    def answered(self, job: Job, answer: Answer) -> None:
-        self.ends.append((name_of(job), answer))
+    def done(self, admit: wire.Admit, answer: Answer, marks: dict[str, int]) -> None:
+        self.ends.append((name_of(admit), answer))
         self.ended.set()
 
-    def failed(self, job: Job, problem: Exception) -> None:
-        self.ends.append((name_of(job), problem))
+    def failed(self, admit: wire.Admit, problem: Exception) -> None:
+        self.ends.append((name_of(admit), problem))
 
-    def expired(self, job: Job) -> None:
-        self.ends.append((name_of(job), None))
-
-
-def name_of(job: Job) -> str:
-    return job.admit.request.decode().strip()
+    def expired(self, admit: wire.Admit) -> None:
+        self.ends.append((name_of(admit), None))
 
 
-def job(name: str, tokens: int = 4, *, prompt: int = 1, stream: bool = True, left_s: float = 60.0, **more: Any) -> Job:
+def name_of(admit: wire.Admit) -> str:
+    return admit.request.decode().strip()
+
+
+def job(
+    name: str, tokens: int = 4, *, prompt: int = 1, stream: bool = True, left_s: float = 60.0, **more: Any
+) -> CompleteRequest:
     request, ids = name.encode().ljust(16), np.arange(prompt, dtype=np.int32)
     admit = wire.Admit(request, 0, 1, OWNER, (), ids.tobytes(), (), tokens, 60_000, None, None, stream, **more)
     deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
-    return Job(admit, EngineRequest(request, ids, [], [], tokens, deadline_ns=deadline_ns), Cost(prompt + tokens))
+    return CompleteRequest(admit, EngineRequest(request, ids, [], [], tokens, deadline_ns=deadline_ns), {})
 
 
 class Scripted:
@@ -113,8 +120,8 @@ def text_of(heard: Heard) -> bytes:
 
 async def test_s5_tokens_are_told_in_order_once_and_the_answer_is_whole() -> None:
     async with running(Paced({"token_ms": 2})) as (streams, heard):
-        streams.put(asked := job("a", 20))
-        await streams.wait_idle()
+        streams.add(asked := job("a", 20))
+        await streams.join()
     [(name, answer)] = heard.ends
     assert (name, answer.finish, answer.count) == ("a", "length", 20)
     assert text_of(heard) == made_up(asked.request)
@@ -124,30 +131,39 @@ async def test_s5_tokens_are_told_in_order_once_and_the_answer_is_whole() -> Non
 
 async def test_a_fast_engine_s_tokens_travel_together() -> None:
     async with running(Paced({})) as (streams, heard):
-        streams.put(job("a", 5000))
-        await streams.wait_idle()
+        streams.add(job("a", 5000))
+        await streams.join()
     assert len(text_of(heard)) == 5000
     assert len(heard.deltas) < 500
 
 
+async def test_tokens_that_found_an_owner_s_queue_full_are_told_later() -> None:
+    async with running(Paced({"token_ms": 20})) as (streams, heard):
+        heard.full = 2
+        streams.add(asked := job("a", 12))
+        await streams.join()
+    assert heard.full == 0
+    assert text_of(heard) == made_up(asked.request)
+
+
 async def test_who_does_not_ask_for_a_stream_gets_the_answer_alone() -> None:
     async with running(Paced({})) as (streams, heard):
-        streams.put(job("a", stream=False))
-        await streams.wait_idle()
+        streams.add(job("a", stream=False))
+        await streams.join()
     assert not heard.deltas
     assert heard.ends[0][1].count == 4
 
 
 async def test_a_short_answer_does_not_wait_for_a_long_one() -> None:
     async with running(Scripted(long=forever, short=lambda: ends(1))) as (streams, heard):
-        streams.put(job("long"))
-        streams.put(job("short"))
+        streams.add(job("long"))
+        streams.add(job("short"))
         await heard.something.wait()  # the long one's first token
         await heard.ended.wait()
         assert heard.ends[0][0] == "short"
         heard.over.add(b"long".ljust(16))
         streams.drop_over()
-        await streams.wait_idle()
+        await streams.join()
 
 
 async def ends(tokens: int) -> AsyncIterator[Delta]:
@@ -165,10 +181,10 @@ async def test_what_the_engine_has_no_room_for_waits_by_priority() -> None:
     engine.capacity = Capacity(1, 1000)
     async with running(engine) as (streams, _):
         for each in (job("first"), job("usual"), job("urgent", priority=-1)):
-            streams.put(each)
-        assert (streams.running, streams.queued, len(streams)) == (1, 2, 3)
+            streams.add(each)
+        assert (streams.running, streams.queued, streams.in_flight) == (1, 2, 3)
         release.set()
-        await streams.wait_idle()
+        await streams.join()
     assert engine.begun == ["first", "urgent", "usual"]
 
 
@@ -176,10 +192,10 @@ async def test_tokens_are_a_capacity_too_and_one_that_exceeds_it_runs_alone() ->
     engine = Scripted(huge=lambda: ends(1), small=lambda: ends(1))
     engine.capacity = Capacity(8, 10)
     async with running(engine) as (streams, _):
-        streams.put(job("huge", prompt=100))
-        streams.put(job("small"))
+        streams.add(job("huge", prompt=100))
+        streams.add(job("small"))
         assert (streams.running, streams.queued) == (1, 1)
-        await streams.wait_idle()
+        await streams.join()
     assert engine.begun == ["huge", "small"]
 
 
@@ -187,12 +203,12 @@ async def test_a_cancelled_request_closes_its_generator_and_makes_room() -> None
     engine = Scripted(a=forever, b=lambda: ends(1))
     engine.capacity = Capacity(1, 1000)
     async with running(engine) as (streams, heard):
-        streams.put(job("a"))
-        streams.put(job("b"))
+        streams.add(job("a"))
+        streams.add(job("b"))
         await heard.something.wait()
         heard.over.add(b"a".ljust(16))
         streams.drop_over()
-        await streams.wait_idle()
+        await streams.join()
     assert [name for name, _ in heard.ends] == ["b"]
     assert engine.closed == ["a", "b"]
 
@@ -200,20 +216,20 @@ async def test_a_cancelled_request_closes_its_generator_and_makes_room() -> None
 async def test_one_that_was_cancelled_before_its_first_step_takes_no_room() -> None:
     engine = Scripted(a=forever)
     async with running(engine) as (streams, heard):
-        streams.put(job("a"))
+        streams.add(job("a"))
         heard.over.add(b"a".ljust(16))
         streams.drop_over()
-        await streams.wait_idle()
-        assert len(streams) == 0
+        await streams.join()
+        assert streams.in_flight == 0
     assert not engine.begun
 
 
 async def test_a_deadline_ends_a_request_and_no_other() -> None:
     engine = Scripted(late=forever, good=lambda: ends(2))
     async with running(engine) as (streams, heard):
-        streams.put(job("late", left_s=0.05))
-        streams.put(job("good"))
-        await streams.wait_idle()
+        streams.add(job("late", left_s=0.05))
+        streams.add(job("good"))
+        await streams.join()
     assert [(name, outcome is None) for name, outcome in heard.ends] == [("good", False), ("late", True)]
     assert engine.closed == ["good", "late"]
 
@@ -252,9 +268,9 @@ def raises(problem: BaseException) -> Callable[[], AsyncIterator[Delta]]:
 )
 async def test_an_engine_that_misbehaves_fails_that_request_alone(answer: Any, said: str) -> None:
     async with running(Scripted(bad=answer, good=lambda: ends(2))) as (streams, heard):
-        streams.put(job("bad"))
-        streams.put(job("good"))
-        await streams.wait_idle()
+        streams.add(job("bad"))
+        streams.add(job("good"))
+        await streams.join()
     outcomes = dict(heard.ends)
     assert said in str(outcomes["bad"])
     assert outcomes["good"].finish == "stop"
@@ -263,7 +279,7 @@ async def test_an_engine_that_misbehaves_fails_that_request_alone(answer: Any, s
 async def test_an_engine_that_died_ends_the_process() -> None:
     async def serve() -> None:
         async with running(Scripted(a=raises(EngineDied("its core was killed")))) as (streams, _):
-            streams.put(job("a"))
+            streams.add(job("a"))
             await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as ended:
