@@ -94,8 +94,8 @@ def test_a_request_without_a_trace_has_one_by_its_own_id() -> None:
 
 def test_an_engine_is_told_the_context() -> None:
     admit = wire.Admit(bytes(16), 0, 1, wire.Origin("tokenizer", 0, 1), (), b"", (), 1, 1)
-    assert splice(admit, {}).traceparent is None
-    assert splice(msgspec.structs.replace(admit, context=traceparent.parse(W3C)), {}).traceparent == W3C
+    assert splice(admit, {}, 7).traceparent is None
+    assert splice(msgspec.structs.replace(admit, context=traceparent.parse(W3C)), {}, 7).traceparent == W3C
 
 
 # --- the receiver -------------------------------------------------------------------------------------------------

@@ -117,15 +117,9 @@ async def test_e3_a_rank_encodes_of_what_is_named_anew_and_never_what_came_encod
     """Item 1 has no patches: its embeddings came with the request."""
     rank, frame = rank_of(), np.full((PATCHES, 3), 7, np.uint8)
     grids = [(1, 2, 2), (0, 0, 0), (1, 2, 2)]
+    features = (wire.Tensor("features", wire.Inline(0, CODES["uint8"], frame.shape)),)
     items = tuple(
-        wire.Item(
-            "image",
-            grid,
-            1,
-            bytes(32),
-            (wire.Tensor("features", wire.Inline(0, CODES["uint8"], frame.shape) if index in sent else None),),
-        )
-        for index, grid in enumerate(grids)
+        wire.Item("image", grid, 1, bytes(32), features if index in sent else ()) for index, grid in enumerate(grids)
     )
     ranks = (wire.Rank(0, ME),)
     message = wire.Encode(b"a".rjust(16), 0, ME, OWNER, ranks, (wire.Rank(0, SCHEDULER.epoch),), items, 60_000, anew)

@@ -8,12 +8,13 @@ import numpy as np
 
 from tensorferry.codecs import messages as wire
 from tensorferry.stages.engines.base import EngineRequest
-from tensorferry.stages.scheduler.backlog import Backlog, CompleteRequest
+from tensorferry.stages.scheduler.backlog import Backlog
+from tensorferry.stages.scheduler.engine_side import CompleteRequest
 
 
 def request(name: bytes, tokens: int = 4) -> CompleteRequest:
     owner = wire.Origin("tokenizer", 0, 3)
-    admit = wire.Admit(name.rjust(16), 0, 7, owner, (wire.Rank(0, 7),), bytes(4 * tokens), (), 0, 1 << 62)
+    admit = wire.Admit(name.rjust(16), 0, 7, owner, (wire.Rank(0, 7),), bytes(4 * tokens), (), 0, 60_000)
     return CompleteRequest(admit, EngineRequest(name, np.zeros(tokens, np.int32), [], [], 0), {})
 
 

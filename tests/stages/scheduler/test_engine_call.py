@@ -14,8 +14,8 @@ from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.engines.base import EngineRequest
 from tensorferry.stages.finished_requests import FinishedRequests
-from tensorferry.stages.scheduler.backlog import CompleteRequest
 from tensorferry.stages.scheduler.engine_call import EngineCall
+from tensorferry.stages.scheduler.engine_side import CompleteRequest
 
 REQUEST = bytes(16)
 OWNER = wire.Origin("tokenizer", 0, 3)
@@ -44,8 +44,9 @@ class Quitting:
 
 def batch(patience_s: float) -> list[CompleteRequest]:
     deadline_ns = time.monotonic_ns() + int(patience_s * 1e9)
-    admit = wire.Admit(REQUEST, 0, 7, OWNER, (wire.Rank(0, 7),), bytes(16), (), 1, deadline_ns)
-    return [CompleteRequest(admit, EngineRequest(REQUEST, np.zeros(4, np.int32), [], [], 1), {})]
+    admit = wire.Admit(REQUEST, 0, 7, OWNER, (wire.Rank(0, 7),), bytes(16), (), 1, 60_000)
+    request = EngineRequest(REQUEST, np.zeros(4, np.int32), [], [], 1, deadline_ns=deadline_ns)
+    return [CompleteRequest(admit, request, {})]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.stages.doubles import WorkStage
@@ -42,6 +43,10 @@ class Noted:
         return [[request.request.lstrip() for request in batch] for batch in self.batches]
 
 
+def placed_at(*spans: tuple[int, int]) -> wire.PlacedItem:
+    return wire.PlacedItem("image", (1, 2, 2), bytes(32), tuple(wire.Span(*span) for span in spans))
+
+
 class Rank:
     """A scheduler rank whose peers are lists: `told` has what its owners were told."""
 
@@ -53,10 +58,10 @@ class Rank:
         self.scheduler = Scheduler(self.stage, self.engine, copier)
 
     def admit(self, request: bytes, items: int, *, attempt: int = 0, tokens: int = 16) -> None:
-        spans = tuple(wire.Span(ROWS * index, ROWS) for index in range(items))
+        placed = tuple(placed_at((ROWS * index, ROWS)) for index in range(items))
         ranks = (wire.Rank(0, ME),)
         self.scheduler.take(
-            wire.Admit(request.rjust(16), attempt, ME, OWNER, ranks, bytes(4 * tokens), spans, 0, 1 << 62), ()
+            wire.Admit(request.rjust(16), attempt, ME, OWNER, ranks, bytes(4 * tokens), placed, 0, 60_000), ()
         )
 
     def embed(self, request: bytes, items: Sequence[int], *, attempt: int = 0) -> None:
@@ -158,9 +163,9 @@ def admitted(*spans: tuple[int, int], tokens: int = 10) -> wire.Admit:
         OWNER,
         (wire.Rank(0, ME),),
         bytes(4 * tokens),
-        tuple(wire.Span(offset, length) for offset, length in spans),
+        tuple(map(placed_at, spans)),
         0,
-        1 << 62,
+        60_000,
     )
 
 
@@ -171,8 +176,8 @@ def rows(count: int, first: int = 0) -> dict[str, View]:
 @pytest.mark.parametrize(
     ("spans", "problem"),
     [
-        ([(0, 4), (3, 2)], "span 1 is from token 3 on, behind token 4"),
-        ([(4, 2), (0, 2)], "span 1 is from token 0 on, behind token 6"),
+        ([(0, 4), (3, 2)], "a span of item 1 is from token 3 on, behind token 4"),
+        ([(4, 2), (0, 2)], "a span of item 1 is from token 0 on, behind token 6"),
         ([(0, 4), (4, 7)], "placeholders up to token 11 of 10"),
     ],
     ids=["over each other", "in another order", "past the end"],
@@ -184,6 +189,16 @@ def test_b31_placeholders_that_cannot_be_are_refused(spans: list[tuple[int, int]
     assert str(found) == problem
 
 
+def test_an_item_s_placeholders_may_be_in_several_stretches() -> None:
+    admit = msgspec.structs.replace(admitted(), items=(placed_at((0, 1), (4, 2)), placed_at((7, 1))))
+    assert contradiction(admit, ME) is None
+    check(admit, {0: rows(3), 1: rows(1)})
+    request = splice(admit, {0: rows(3), 1: rows(1)}, 7)
+    assert [item.spans for item in request.items] == [((0, 1), (4, 2)), ((7, 1),)]
+    backwards = msgspec.structs.replace(admit, items=(placed_at((4, 1), (0, 2)),))
+    assert "a span of item 0 is from token 0 on, behind token 5" in str(contradiction(backwards, ME))
+
+
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_s1_rows_are_as_many_as_placeholders(count: int) -> None:
     check(admitted((0, 3)), {0: rows(3)})
@@ -193,5 +208,5 @@ def test_s1_rows_are_as_many_as_placeholders(count: int) -> None:
 
 def test_s1_embeddings_are_spliced_in_the_order_of_the_spans_however_they_came() -> None:
     arrived = {2: rows(1, 2), 0: rows(1, 0), 1: rows(1, 1)}
-    request = splice(admitted((0, 1), (3, 1), (5, 1)), arrived)
+    request = splice(admitted((0, 1), (3, 1), (5, 1)), arrived, 7)
     assert [int(outputs["embeddings"].numpy()[0, 0]) for outputs in request.embeddings] == [0, 1, 2]
