@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 
-from PIL import Image, ImageChops
+from PIL import Image, ImageChops, TiffImagePlugin
 
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image_headers import jpeg, png, tiff
@@ -23,8 +23,11 @@ NEAR = 3  #: how far the brightness of such a pixel may be from it, with chroma 
 
 
 def check_complete(container: Container, image: Image.Image) -> None:
-    """Raise BadMedia where a loaded picture was filled up. The strips of a TIFF, and PNG animations, are counted before
-    they are decoded (`tiff.check_whole`, `png.check_whole`); the other decoders report it themselves."""
+    """Raise BadMedia if a loaded picture was filled up, or if a checksum of a deflate TIFF is wrong.
+
+    The strips of a TIFF, and PNG animations, are counted before they are decoded (`tiff.check_whole`,
+    `png.check_whole`). The other decoders report missing data themselves.
+    """
     if container.format == "JPEG":
         found, wanted = jpeg.restarts(container.data)
         if found < wanted:
@@ -32,7 +35,8 @@ def check_complete(container: Container, image: Image.Image) -> None:
             raise BadMedia(f"truncated: the JPEG has {found} of the {wanted} restart markers of its {size} pixels")
         if _ends_gray(image):
             _check_longer("JPEG", jpeg.with_tails(container.data), image)
-    elif container.format == "TIFF":
+    elif isinstance(image, TiffImagePlugin.TiffImageFile):
+        tiff.check_checksums(container.data, image)
         _check_longer("TIFF", tiff.with_tails(container.data), image)
     elif container.format == "PNG" and not container.several and _ends_black(image):
         png.check_whole(container.data)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import io
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,12 +52,15 @@ from tensorferry.stages.processors.image_headers import tiff
 from tensorferry.stages.processors.image_headers.container import UPRIGHT, Container
 from tensorferry.stages.processors.image_headers.exif import ORIENTATION, exif_orientation
 from tensorferry.stages.processors.image_headers.formats import read_container
+from tensorferry.stages.processors.libtiff import silence_libtiff
 
 # Set once, before any thread decodes; the limit that holds is LimitsSpec.item_pixels.
 Image.MAX_IMAGE_PIXELS = None
-# Its debug lines repeat all that a file says of itself: 0.4 s for a TIFF of 16,000 strips, in a process that logs at
-# `debug`.
-logging.getLogger("PIL").setLevel(logging.WARNING)
+# Its debug lines repeat a file's fields: 0.4 s for a TIFF of 16,000 strips, in a process that logs at `debug`. Its
+# warnings and errors are about the file too, and the file's sender gets BadMedia.
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
+warnings.filterwarnings("ignore", module=r"PIL\.")
+silence_libtiff()
 # A worker's decode threads are the deployment's choice; AVIF's decoder would add one for each core to each.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 

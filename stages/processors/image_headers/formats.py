@@ -39,9 +39,18 @@ _REFUSED = (
     (rb"qoif", "QOI"),
     (rb"DDS ", "DDS"),
     (rb"\x76\x2f\x31\x01", "OpenEXR"),
+    # gzip, zip, zstd, bzip2, xz, 7z, rar; cabinet, LZ4, compress, lzip, framed Brotli (bare Brotli has no signature).
     (rb"\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ\x00|7z\xbc\xaf\x27\x1c|Rar!", "a compressed file"),
+    (rb"MSCF|\x04\x22\x4d\x18|\x1f\x9d|LZIP|\xce\xb2\xcf\x81", "a compressed file"),
     (rb".{257}ustar", "a tar archive"),
+    (rb"07070[127]|\xc7\x71|\x71\xc7", "a cpio archive"),
+    (rb"!<arch>\n", "an ar archive"),
     (rb"SQLite format 3\x00", "an SQLite database"),
+    (rb"ORC", "an ORC file"),
+    (rb"PAR1", "a Parquet file"),
+    (rb"ARROW1", "an Arrow file"),
+    (rb"Obj\x01", "an Avro file"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file"),
 )
 _READERS = tuple((re.compile(start, re.DOTALL), reader) for start, reader in _ACCEPTED)
 _NAMES = tuple((re.compile(start, re.DOTALL), name) for start, name in _REFUSED)

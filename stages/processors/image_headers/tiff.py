@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from math import ceil
 from struct import pack
 
@@ -28,6 +30,11 @@ _WHOLE = frozenset({BITS, STRIP_OFFSETS, STRIP_NBYTES, TILE_OFFSETS, TILE_NBYTES
 #: Fax codes and JPEG: what libtiff fills up without a word where the data end.
 _FILLED = frozenset({2, 3, 4, 7, 32771})
 _JPEG = 7
+_DEFLATE = frozenset({8, 32946})
+#: Bytes that the streams of all strips may have behind their pixels.
+MOST_BEHIND = 1 << 20
+FILL_ORDER, REVERSED_BITS = 266, 2
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def read_tiff(view: memoryview) -> Container:
@@ -95,8 +102,7 @@ def check_whole(image: TiffImageFile) -> None:
             f"truncated: the TIFF has {found} of the {wanted * planes} {what} of its {width}x{height} pixels"
         )
     if image.tag_v2.get(COMPRESSION, UNCOMPRESSED) == UNCOMPRESSED and nbytes in image.tag_v2:
-        bits = image.tag_v2.get(BITS, (1,))
-        row = ceil(width * (sum(bits) if len(bits) > 1 else bits[0] * _number(image, SAMPLES, 1)) / 8)
+        row = _row_nbytes(image, width)
         written = sum(image.tag_v2[nbytes])
         if planes == 1 and written < row * height:
             raise BadMedia(
@@ -120,9 +126,7 @@ def with_tails(data: bytes | memoryview) -> bytes | None:
     end = len(view)
     stored = list(zip(directory.numbers(places), directory.numbers(lengths), strict=False))
     moved: dict[tuple[int, int], tuple[int, int]] = {}  # equal strips may lie in the same place
-    total = sum(nbytes for _, nbytes in set(stored))
-    if total > 2 * len(view):
-        raise BadMedia(f"a TIFF whose strips overlap is not accepted: they have {total} bytes, the file {len(view)}")
+    _check_overlap(stored, len(view))
     for start, nbytes in stored:
         if (start, nbytes) not in moved:
             strip = view[start : start + nbytes]
@@ -140,6 +144,53 @@ def with_tails(data: bytes | memoryview) -> bytes | None:
         pieces.append(values)
         end += len(values)
     return b"".join((_changed(view, sorted(changes)), *pieces))
+
+
+def check_checksums(data: bytes | memoryview, image: TiffImageFile) -> None:
+    """Inflate each strip or tile of a deflate TIFF, and keep nothing. Raises BadMedia where a zlib stream is damaged or
+    its checksum is wrong: libtiff stops when it has all pixels, before the checksum."""
+    if image.tag_v2.get(COMPRESSION) not in _DEFLATE:
+        return
+    view = memoryview(data)
+    tiled = TILE_OFFSETS in image.tag_v2
+    places, lengths = (TILE_OFFSETS, TILE_NBYTES) if tiled else (STRIP_OFFSETS, STRIP_NBYTES)
+    stored = dict.fromkeys(zip(image.tag_v2.get(places, ()), image.tag_v2.get(lengths, ()), strict=False))
+    _check_overlap(stored, len(view))
+    height = _number(image, HEIGHT)
+    rows = _number(image, TILE_HEIGHT) if tiled else min(_number(image, ROWS_A_STRIP, height) or height, height)
+    wanted = rows * _row_nbytes(image, _number(image, TILE_WIDTH if tiled else WIDTH))
+    left = MOST_BEHIND
+    for number, (start, nbytes) in enumerate(stored):
+        what = f"{'tile' if tiled else 'strip'} {number} of the TIFF"
+        stream = zlib.decompressobj()
+        piece: bytes | memoryview = view[start : start + nbytes]
+        if image.tag_v2.get(FILL_ORDER) == REVERSED_BITS:
+            piece = bytes(piece).translate(_REVERSED)
+        found = 0
+        try:
+            while piece and not stream.eof and found <= wanted + left:
+                found += len(stream.decompress(piece, 1 << 18))
+                piece = stream.unconsumed_tail
+        except zlib.error as problem:
+            raise BadMedia(f"{what} cannot be inflated: {problem}") from None
+        left -= max(found - wanted, 0)
+        if left < 0:
+            raise BadMedia(f"{what} has more than the {wanted} bytes of its pixels")
+        if not stream.eof:
+            raise BadMedia(f"truncated: {what} ends before its checksum")
+
+
+def _check_overlap(stored: Iterable[tuple[int, int]], nbytes: int) -> None:
+    """Raise BadMedia where strips share so many bytes that a small file would cost much. stored: (offset, bytes)."""
+    total = sum(length for _, length in set(stored))
+    if total > 2 * nbytes:
+        raise BadMedia(f"a TIFF whose strips overlap is not accepted: they have {total} bytes, the file {nbytes}")
+
+
+def _row_nbytes(image: TiffImageFile, width: int) -> int:
+    """Bytes of a row of all samples."""
+    bits = image.tag_v2.get(BITS, (1,))
+    return ceil(width * (sum(bits) if len(bits) > 1 else bits[0] * _number(image, SAMPLES, 1)) / 8)
 
 
 def _number(image: TiffImageFile, tag: int, otherwise: int = 0) -> int:

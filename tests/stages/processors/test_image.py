@@ -376,6 +376,19 @@ def test_png_chunk_that_makes_pixels_must_be_sound():
         (encoded(Image.new("RGB", (9, 9)), "PDF"), "PDF is not accepted"),
         (b"\0\0\0\x18ftypheic" + bytes(40), "HEIC is not accepted"),
         (b" \n<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"MSCF" + bytes(40), "a compressed file is not accepted"),  # a cabinet file
+        (b"\xce\xb2\xcf\x81" + bytes(40), "a compressed file is not accepted"),  # Brotli's framing format
+        (b"\x04\x22\x4d\x18" + bytes(40), "a compressed file is not accepted"),  # LZ4
+        (b"\x1f\x9d\x90" + bytes(40), "a compressed file is not accepted"),  # compress
+        (b"LZIP\x01" + bytes(40), "a compressed file is not accepted"),
+        *((start + bytes(106), "a cpio archive is not accepted") for start in (b"070701", b"070702", b"070707")),
+        *((start + bytes(40), "a cpio archive is not accepted") for start in (b"\xc7\x71", b"\x71\xc7")),
+        (b"!<arch>\n" + bytes(40), "an ar archive is not accepted"),
+        (b"ORC" + bytes(40), "an ORC file is not accepted"),
+        (b"PAR1" + bytes(40), "a Parquet file is not accepted"),
+        (b"ARROW1\0\0" + bytes(40), "an Arrow file is not accepted"),
+        (b"Obj\x01" + bytes(40), "an Avro file is not accepted"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file is not accepted"),
         (b"\x80\x04\x95", "not an image"),
     ],
 )
