@@ -281,9 +281,9 @@ def test_where_a_gpu_resizes_a_video_is_the_same_to_one_level(
 @pytest.mark.parametrize(
     ("frames", "problem"),
     [
-        ([], "a video of no frames"),
+        ([], "the video has no frames"),
         ([png(noise(64, 32)), b"no picture"], "frame 1: "),
-        ([png(noise(64, 32)), png(noise(64, 32)), png(noise(32, 64))], "frame 1 is 64x32, frame 2 32x64"),
+        ([png(noise(64, 32)), png(noise(64, 32)), png(noise(32, 64))], "frame 1 is 64x32, frame 2 is 32x64"),
         ([png(noise(1, 201))], r"1x201 is 201\.0:1; the limit"),
         ([png(noise(101, 100))], r"frame 0: 101x100 is 10100 pixels; the limit is 10000 \(limits\.item_pixels\)"),
         ([png(noise(100, 100))] * 33, r"33 frames of 100x100; the limit is 320000 pixels in all, 32 times limits\."),
@@ -307,7 +307,7 @@ def test_another_video_than_the_planned_is_refused() -> None:
     by = processor("qwen3-vl")
     planned = by.plan_video(clip_of(4))
     for other in (clip_of(4, 128, 32), clip_of(6)):
-        with pytest.raises(BadMedia, match="is not the planned one"):
+        with pytest.raises(BadMedia, match="does not match its plan"):
             by.write_video(other, planned, View.empty(planned.dtype, planned.shape))
 
 
