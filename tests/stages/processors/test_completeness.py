@@ -239,9 +239,9 @@ def test_a_picture_without_data_between_others_is_refused() -> None:
     [
         ((), "without a palette"),
         ((PALETTE, PALETTE), "two palettes"),
-        ((chunk(b"PLTE", bytes(47)),), "a PNG palette of 47 bytes"),
-        ((chunk(b"PLTE", b""),), "a PNG palette of 0 bytes"),
-        ((chunk(b"PLTE", bytes(771)),), "a PNG palette of 771 bytes"),
+        ((chunk(b"PLTE", bytes(47)),), "the PNG palette has 47 bytes"),
+        ((chunk(b"PLTE", b""),), "the PNG palette has 0 bytes"),
+        ((chunk(b"PLTE", bytes(771)),), "the PNG palette has 771 bytes"),
     ],
 )
 def test_a_palette_picture_has_one_whole_palette(chunks: tuple[bytes, ...], problem: str) -> None:

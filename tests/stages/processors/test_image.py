@@ -446,7 +446,7 @@ PROBLEMS = {
     "bomb_header_60000x60000.png": "60000x60000 is 3600000000 pixels; the limit is 40000000",
     "bomb_real_1bit_20000x20000.png": "20000x20000 is 400000000 pixels; the limit is 40000000",
     "bomb_sof_65500x65500.jpg": "65500x65500 is 4290250000 pixels; the limit is 40000000",
-    "no_frames.gif": "a GIF without a picture",
+    "no_frames.gif": "the GIF has no picture",
     "svg_renamed.png": "SVG, XML or HTML is not accepted",
     "text_renamed.jpg": "not an image",
     "truncated.jpg": "truncated: the JPEG has no end-of-image",
@@ -454,7 +454,7 @@ PROBLEMS = {
     "truncated_header.jpg": "truncated",
     "truncated_idat.png": "truncated: the PNG ends within a chunk b'IDAT'",
     "zero_bytes.jpg": "the file is empty",
-    "zero_dim.png": "a PNG of size 0x10",
+    "zero_dim.png": "the PNG has size 0x10",
 }
 
 
