@@ -85,10 +85,10 @@ class Qwen2VLProcessor:
         """A video, its sampled frames, the (width, height) after resizing, and the plan."""
         footage = footage_of(video, self.limits)
         numbers = sampled(self.options, footage.frames, footage.fps)
-        size = self._size_of_frames(len(numbers), footage.size(numbers))
+        size = self.size_of_frames(len(numbers), footage.size(numbers))
         return footage, numbers, size, self._plan(*size, -(-len(numbers) // self.options.temporal_patch_size))
 
-    def _size_of_frames(self, frames: int, size: tuple[int, int]) -> tuple[int, int]:
+    def size_of_frames(self, frames: int, size: tuple[int, int]) -> tuple[int, int]:
         """The (width, height) of every frame of a video after resizing."""
         _check_aspect(*size)
         if RULES[self.options.video_rule].counts_frames:

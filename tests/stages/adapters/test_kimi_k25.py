@@ -164,7 +164,7 @@ def test_in_bfloat16_we_are_as_near_to_float32_as_transformers_is(theirs: Any, c
 def test_what_is_compiled_takes_items_of_any_size(
     theirs: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     adapter = make(checkpoint, compile=True)
     for items in (ITEMS, ITEMS[:1], ITEMS[::5]):

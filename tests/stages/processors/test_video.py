@@ -159,8 +159,8 @@ def test_sizes_are_those_of_transformers(
 ) -> None:
     """Golden: `smart_resize` of transformers 5.17, of images with Qwen2-VL's limits of a frame, and of videos with
     Qwen3-VL's, those of its video_preprocessor_config.json."""
-    assert processor("qwen2-vl")._size_of_frames(frames, (width, height)) == qwen2
-    assert processor("qwen3-vl")._size_of_frames(frames, (width, height)) == qwen3
+    assert processor("qwen2-vl").size_of_frames(frames, (width, height)) == qwen2
+    assert processor("qwen3-vl").size_of_frames(frames, (width, height)) == qwen3
 
 
 # --- the tensor ---------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_frames_of_equal_bytes_and_another_grid_have_another_hash(monkeypatch: p
     """The same frames, resized to 84 x 28 and to 28 x 84: for equal options there is one size, so it is put in."""
     by, clip, hashes = processor(), Clip([flat(60, 60)] * 2, None), []
     for size in ((84, 28), (28, 84)):
-        monkeypatch.setattr(Qwen2VLProcessor, "_size_of_frames", lambda self, frames, found, size=size: size)
+        monkeypatch.setattr(Qwen2VLProcessor, "size_of_frames", lambda self, frames, found, size=size: size)
         hashes.append(written(by, clip)[2])
     assert len(set(hashes)) == 2
 
