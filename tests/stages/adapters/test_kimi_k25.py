@@ -215,7 +215,7 @@ def test_the_deployment_file_needs_only_its_path_set(checkpoint: Path, tmp_path:
 
 def test_items_that_it_cannot_take_are_named() -> None:
     adapter = make(None)
-    for bad, problem in ((item_of(9, (5, 2, 2)), "5 frames; at most 4"), (item_of(9, (1, 3, 4)), "blocks")):
+    for bad, problem in ((item_of(9, (5, 2, 2)), "5 frames; the limit is 4"), (item_of(9, (1, 3, 4)), "blocks")):
         with pytest.raises(BadItem, match=problem) as caught:
             encode(adapter, [ITEMS[0], bad])
         assert caught.value.index == 9
