@@ -1,8 +1,8 @@
-"""What the configuration of a vision tower may say: one struct a family, in which every key has its limits.
+"""The configuration of a vision tower: one struct a family, with limits for every key.
 
-Imports no torch, so that a checkpoint that cannot work is found where a deployment file is checked. A key that is not
-there has the default of transformers 5.17 in Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig, of Kimi-K2.5 the value of
-its config.json; a test compares them. Keys beside these decide nothing and are not read.
+This module imports no torch, so checking a deployment file finds a checkpoint that cannot work. Defaults are those of
+transformers 5.17 in Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig, and for Kimi-K2.5 the values of its config.json; a
+test compares them. Other keys decide nothing and are not read.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ Depth = Annotated[int, Meta(ge=1, le=256)]
 Side = Annotated[int, Meta(ge=1, le=256)]
 Layers = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=256)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)]
-#: Those of transformers' ACT2FN that have no weights of their own and are no other's second name.
+#: The entries of transformers' ACT2FN that have no weights of their own and are no alias of another.
 Activation = Literal[
     "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "hardswish", "mish", "quick_gelu", "relu", "silu"
 ]  # fmt: skip
 
 
 class Vision(msgspec.Struct, kw_only=True, dict=True):
-    """What is common to all families: `contradictions`, and what an adapter must know of any tower.
+    """The interface of all families: `contradictions`, and the properties of a tower that adapters need.
 
-    Every family says all of it, but for `deepstack`. Bodies that raise are never run: a Struct's metaclass is not that
-    of an abstract class.
+    Every family overrides all of it, except `deepstack`. Bodies that raise never run; the class is not abstract because
+    a Struct has a metaclass of its own.
     """
 
-    model_types: ClassVar[tuple[str, ...]]  #: what `model_type` in a checkpoint's config.json may be
+    model_types: ClassVar[tuple[str, ...]]  #: accepted values of `model_type` in config.json
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Keys whose values are right alone and cannot stand beside others, each with the reason."""
+        """Keys whose values contradict those of other keys, each with the reason."""
         raise NotImplementedError
 
     @property
     def features(self) -> int:
-        """Numbers of a patch."""
+        """Numbers in a patch."""
         raise NotImplementedError
 
     @property
@@ -54,12 +54,12 @@ class Vision(msgspec.Struct, kw_only=True, dict=True):
 
     @property
     def width(self) -> int:
-        """Of an embedding."""
+        """Width of an embedding."""
         raise NotImplementedError
 
     @property
     def deepstack(self) -> int:
-        """Layers in the output of that name; 0: there is none."""
+        """Layers in the output `deepstack`; 0: there is no such output."""
         return 0
 
 
@@ -188,10 +188,10 @@ class KimiVision(Vision):
 
 
 def read_vision(adapter: str, form: type[Vision], path: str) -> tuple[Vision, Mapping[str, Any]]:
-    """What config.json in a checkpoint directory says of its vision tower: checked, and the keys of `form` as given.
+    """Read and check the vision tower's configuration in a checkpoint's config.json. Returns it, and the given keys.
 
-    Raises ConfigError naming `model.path`, the file, and model_type or the key of vision_config: of another type, out
-    of range, or at odds with another one.
+    Raises ConfigError that names `model.path`, the file, and model_type or the key of vision_config: it has another
+    type, is out of range, or contradicts another key.
     """
     file, config = Path(path) / CONFIG, read_config("model.path", Path(path))
     if (model_type := config.get("model_type")) not in form.model_types:
@@ -218,7 +218,7 @@ _REMEDY = "restore the config.json that the checkpoint came with"
 
 
 def _heads(width_key: str, width: int, heads_key: str, heads: int) -> Iterator[tuple[str, str]]:
-    """A head turns by pairs, half of them for the row and half for the column."""
+    """Rotation takes the components of a head in pairs, half of them for the row and half for the column."""
     if width % (4 * heads):
         yield width_key, f"{width} must be a multiple of 4 x {heads_key}, 4 x {heads}"
 

@@ -1,8 +1,8 @@
-"""Attention within the stretches of a packed batch, in one call however many there are and however long.
+"""Attention within the stretches of a packed batch, in one call for any number and any lengths of stretches.
 
-Equal stretches are the rows of a dense batch. Others go to torch's variable-length attention where that is (bfloat16 or
-float16 on a GPU of compute capability 8.0 or more; torch 2.11, `torch.nn.attention.varlen`, whose FlashAttention takes
-heads of a multiple of 8 up to 256 wide), and elsewhere one after the other through dense attention.
+Equal stretches are the rows of a dense batch. Others go to torch's variable-length attention if it is available, and
+otherwise one after the other through dense attention. It needs bfloat16 or float16, a GPU of compute capability 8.0 or
+more, and heads of a multiple of 8 up to 256 wide (torch 2.11, `torch.nn.attention.varlen`, which uses FlashAttention).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Stretches(NamedTuple):
-    """How the patches of a batch fall into stretches, each of which attends to itself. A tuple, for torch.compile."""
+    """The stretches of patches in a batch; each attends only to itself. It is a tuple for torch.compile."""
 
-    ends: torch.Tensor  #: int32 (stretches + 1,), from 0 to the number of patches, where the patches are
-    ends_on_host: torch.Tensor  #: the same; where there is no variable-length attention, torch must be told
-    equal: int  #: how many there are, if all are equally long; else 0
+    ends: torch.Tensor  #: int32 (stretches + 1,), from 0 to the number of patches, on the device of the patches
+    ends_on_host: torch.Tensor  #: the same on the host, for torch without variable-length attention
+    equal: int  #: the number of stretches if all are equally long; else 0
     longest: int  #: patches of the longest
 
 
 def stretches_of(ends: torch.Tensor, device: torch.device) -> Stretches:
-    """ends: `Stretches.ends` on the host. They are copied on the device's current stream, and not waited for."""
+    """Copy `Stretches.ends`, which are on the host, to a device. The copy is queued on its current stream."""
     lengths = np.diff(ends.numpy())
     longest = int(lengths.max())
     moved = (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
@@ -37,7 +37,7 @@ def stretches_of(ends: torch.Tensor, device: torch.device) -> Stretches:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stretches: Stretches) -> torch.Tensor:
-    """q, k, v: (patches, heads, head width) each, not masked within a stretch. Returns (patches, width)."""
+    """Attend within each stretch, without a mask. q, k, v: (patches, heads, head width). Returns (patches, width)."""
     if stretches.equal:
         shape = (stretches.equal, stretches.longest, *q.shape[1:])
         q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # (stretches, heads, patches, head width)
@@ -47,7 +47,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stretches: Stretch
 
 
 def takes_unequal(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Whether torch's variable-length attention takes such heads."""
+    """Whether torch's variable-length attention takes these heads."""
     if device.type != "cuda" or dtype not in _HALF or head_width % 8 or head_width > 256:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -57,8 +57,8 @@ def takes_unequal(device: torch.device, dtype: torch.dtype, head_width: int) -> 
 def _attend_unequal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_on_host: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """An operator of torch's own kind, so that a compiled tower does not look into it and takes stretches of any
-    lengths. Returns (patches, heads, head width)."""
+    """Attend within stretches of any lengths. As a custom operator of torch it is opaque to a compiled tower, which
+    thus takes any lengths. Returns (patches, heads, head width)."""
     if takes_unequal(q.device, q.dtype, q.shape[-1]):
         found = varlen_attn(q, k, v, ends, ends, longest, longest)
         assert isinstance(

@@ -1,4 +1,4 @@
-"""What an adapter's embeddings look like, known without importing it: those that come with a request must match."""
+"""Names, dtypes and shapes of an adapter's embeddings, without its import. Ready embeddings must match them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tensorferry.stages.patch_layout import Patches
 from tensorferry.stages.plugin import read_options
 
 TINY_WIDTH = 64  #: of a tower made with the option `tiny`
-TINY_DEEPSTACK = 2  #: layers at most, of one
-Extents = tuple[int | None, ...]  #: a shape; None: a row for each placeholder
+TINY_DEEPSTACK = 2  #: most layers of such a tower
+Extents = tuple[int | None, ...]  #: a shape; None: as many as the placeholders
 
 
 class Form(NamedTuple):
     dtype: str  #: of all outputs
     width: int
-    #: By name, the outputs beside `embeddings`.
+    #: Name -> shape of the outputs beside `embeddings`.
     others: Mapping[str, Extents] = MappingProxyType({})
 
 
@@ -40,7 +40,7 @@ def patch_vit_patches(spec: ModelSpec) -> Patches:
 
 
 def tower_patches(adapter: str, vision: type[Vision], *, blocks: bool = True) -> Callable[[ModelSpec], Patches]:
-    """As `tower_form`. blocks: see `Patches`."""
+    """Make the `patches` function of a tower; see `tower_form`. blocks: see `Patches`."""
 
     def patches(spec: ModelSpec) -> Patches:
         found = vision() if spec.path is None else read_vision(adapter, vision, spec.path)[0]
@@ -52,7 +52,7 @@ def tower_patches(adapter: str, vision: type[Vision], *, blocks: bool = True) ->
 def tower_form(
     adapter: str, width: int, vision: type[Vision], form: type[PackedOptions] = TowerOptions
 ) -> Callable[[ModelSpec], Form]:
-    """width: without `model.path`; with it, config.json there has it, or ConfigError says what is wrong with that."""
+    """Make the `form` function of a tower. width: used without `model.path`; otherwise config.json has the width."""
 
     def tower(spec: ModelSpec) -> Form:
         options = read_options("model.options", adapter, form, spec.options)

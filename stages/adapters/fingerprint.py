@@ -1,6 +1,6 @@
-"""An encoder that encodes nothing: its embeddings are a digest of the very bytes it was given.
+"""An encoder for tests: its embeddings are a digest of the bytes of an item.
 
-With it a test proves, end to end, that every item arrived bit-equal at its place. Imports without torch.
+With it a test proves, end to end, that every item arrived bit-equal at its place. It imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIGEST_NBYTES = 32
 def fingerprint_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> bytes:
     """The 32-byte BLAKE2b of a tensor: of `dtype extent,extent,..` and a newline in ASCII, then its bytes.
 
-    data: the tensor's bytes, contiguous. So tensors of equal bytes but another dtype or shape differ.
+    data: the tensor's bytes, contiguous. Tensors of equal bytes and another dtype or shape have another digest.
     """
     digest = blake2b(f"{dtype} {','.join(map(str, shape))}\n".encode("ascii"), digest_size=DIGEST_NBYTES)
     digest.update(data)
@@ -31,12 +31,12 @@ def fingerprint_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -
 
 class Fingerprint:
     """Outputs of an item: `embeddings`, uint8 (rows, 32), every row the item's fingerprint; and `digest`,
-    uint8 (32,), the fingerprint once more, so that items travel with more than one output."""
+    uint8 (32,), the fingerprint again, so that items travel with more than one output."""
 
     supports_cuda_vmm_feature_transport: bool = True
 
     def __init__(self, spec: ModelSpec, threads: int) -> None:
-        """threads: not used; hashing takes one core. Raises ConfigError for options it does not have."""
+        """Read the options. threads: not used; hashing takes one core. Raises ConfigError for unknown options."""
         self._options = read_options("model.options", "fingerprint", FingerprintOptions, spec.options)
 
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:

@@ -1,4 +1,4 @@
-"""What an item's grid of patches must be, for encoders that make one embedding of each block of patches."""
+"""Checks of an item's grid, for encoders that make one embedding of each block of patches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from tensorferry.stages.adapters.base import ItemInfo
 def check_grid(item: ItemInfo, merge: int, *, frames_become_one: bool = False) -> None:
     """Raise BadItem unless grid, patches and rows of an item agree.
 
-    merge: patches a side of the block that becomes one embedding. Without patches nothing bounds the grid (0 frames of
-    2^30 x 2^30), so such an item is refused too. frames_become_one: all frames of an item have one frame's embeddings.
+    merge: patches on a side of the block that becomes one embedding. An item without patches is refused too, because
+    nothing bounds its grid (0 frames of 2^30 x 2^30). frames_become_one: the frames of an item share one frame's
+    embeddings.
     """
     frames, height, width = item.grid
     if not item.patches:

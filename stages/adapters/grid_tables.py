@@ -1,4 +1,4 @@
-"""What a forward pass over a batch is told of its grids, made once a grid and kept where it is used.
+"""The tables of the grids in a batch, for its forward pass. They are made once a grid and kept on the device.
 
 With these tables transformers' towers loop over no images and read nothing back from the GPU.
 """
@@ -19,21 +19,21 @@ Grid: TypeAlias = tuple[int, int, int]  #: patches along time, height, width
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables of one grid, by the names a tower's `forward` has for them."""
+    """The tables of one grid, under the names of the arguments of a tower's `forward`."""
 
     lines: Mapping[str, torch.Tensor]  #: a line for each patch
-    stretches: Mapping[str, Sequence[int]]  #: how long the stretches of patches are that attend to themselves
+    stretches: Mapping[str, Sequence[int]]  #: lengths of the stretches of patches; each attends only to itself
     orders: Mapping[str, torch.Tensor] = field(default_factory=dict)  #: a permutation of the grid's blocks, from 0 on
-    blocks: int = 0  #: of the grid; needed where there are orders
+    blocks: int = 0  #: of the grid; needed if there are orders
 
     def to(self, device: torch.device) -> Tables:
-        """The same on a device, queued on its current stream and not waited for."""
+        """Copy the tables to a device; the copies are queued on its current stream."""
         return Tables(_moved(self.lines, device), self.stretches, _moved(self.orders, device), self.blocks)
 
 
 def joined(tables: Sequence[Tables]) -> dict[str, torch.Tensor]:
-    """The tables of a batch, one grid's after the other's. Stretches become their boundaries, int32 from 0 on, on the
-    host: torch splits by numbers that the host must know."""
+    """Join the tables of a batch, grid by grid. Stretches become their boundaries, int32 from 0 on. These stay on the
+    host, because torch needs them there to split."""
     batch = {name: _cat([each.lines[name] for each in tables]) for name in tables[0].lines}
     firsts = list(accumulate((each.blocks for each in tables), initial=0))
     for name in tables[0].orders:
@@ -45,10 +45,10 @@ def joined(tables: Sequence[Tables]) -> dict[str, torch.Tensor]:
 
 
 class TableCache:
-    """The tables of the grids met last, on one device at a time."""
+    """A cache of the tables of the latest grids, on one device at a time."""
 
     def __init__(self, make: Callable[[Grid], Tables], most_patches: int = 1 << 18) -> None:
-        """make: tables in host memory. most_patches: of all that is kept; 64 to 128 bytes each."""
+        """make: makes tables in host memory. most_patches: bound for all kept grids, of 64 to 128 bytes a patch."""
         self._make, self._most_patches = make, most_patches
         self._kept: OrderedDict[Grid, Tables] = OrderedDict()
         self._patches = 0

@@ -67,7 +67,7 @@ class _Layer(nn.Module):
 
 
 def _settle(model: Any, config: KimiVision) -> None:
-    """Put what turns together a half of a head apart, as `rotary` has it: in a checkpoint it stands side by side."""
+    """Reorder the components that rotate as a pair: side by side in a checkpoint, half a head apart in `rotary`."""
     heads, wide = config.num_attention_heads, config.hidden_size
     order = torch.arange(wide).view(heads, -1, 2).transpose(1, 2).flatten()
     order = torch.cat([order, order + wide, torch.arange(2 * wide, 3 * wide)])
@@ -86,8 +86,8 @@ def _frequencies(wide: int) -> torch.Tensor:
 
 
 def _tables(model: Any, grid: torch.Tensor) -> Tables:
-    """`pooled` has the patches in the order of embeddings, of which a `bag` after the other becomes one: the same patch
-    of all frames. They are numbers of patches, as are the `blocks` that they count in."""
+    """`pooled` has the numbers of the patches in the order of embeddings. `bags` has the starts of its groups; a group
+    is one patch in all frames, and becomes one row. Here `blocks` counts patches too."""
     config, patches = model.config, int(grid.prod())
     indices, weights = get_vision_interpolation_indices_and_weights(grid, config.init_pos_emb_height, mode="bicubic")
     pooled = get_vision_temporal_merge_index(grid, *config.merge_kernel_size).transpose(1, 2).flatten()
@@ -122,7 +122,7 @@ def _run(
         batch["interp_indices"], table.flatten(0, 1).float(), per_sample_weights=batch["interp_weights"], mode="sum"
     )
     hidden = hidden + (positions + model.times[batch["frame_index"]]).to(hidden.dtype)
-    turns = batch["position_ids"][..., None] * model.inv_freq  # of height and width, which here take turns
+    turns = batch["position_ids"][..., None] * model.inv_freq  # of height and width, which alternate here
     angles = angles_of(turns.transpose(1, 2).flip(-1).flatten(1))
     stretches = stretches_of(batch["cu_seqlens"], features.device)
     for layer in tower.encoder.blocks:
@@ -153,7 +153,7 @@ FAMILY = Family(
 
 class KimiK25:
     """Output of an item: `embeddings`, (rows, text_hidden_size) in the configured dtype, rows = height * width / 4. The
-    frames of a video, at most four, have theirs in common."""
+    frames of a video, at most four, share one frame's rows."""
 
     supports_cuda_vmm_feature_transport: bool = True
 
@@ -169,5 +169,5 @@ class KimiK25:
         """See `Tower.encode`."""
         for item in items:
             if item.grid[0] > (most := self.tower.model.config.init_pos_emb_time):
-                raise BadItem(item.index, f"{item.grid[0]} frames; at most {most} become one")
+                raise BadItem(item.index, f"the item has {item.grid[0]} frames; the limit is {most}")
         return self.tower.encode(items, load, out)

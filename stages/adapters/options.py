@@ -1,4 +1,4 @@
-"""The options of the built-in adapters, apart from the adapters so that checking them imports no torch."""
+"""The options of the built-in adapters. They stand here so that checking them imports no torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class FingerprintOptions(Spec, frozen=True):
 
 
 class TextOnlyOptions(Spec, frozen=True):
-    """None."""
+    """There are no options."""
 
 
 class PackedOptions(Spec, frozen=True):
-    """Of the adapters that run a vision tower: kimi-k25, and what qwen2.5-vl and qwen3-vl have too."""
+    """The options of the adapter kimi-k25, which qwen2.5-vl and qwen3-vl have too."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  #: of weights, arithmetic and embeddings
-    tiny: bool = False  #: without `model.path`: not the architecture's own size but one for tests, 64 wide at the end
-    random_weights: bool = False  #: with `model.path`: only its config.json is read, and weights are seeded
+    tiny: bool = False  #: without `model.path`: a small size for tests, with embeddings 64 wide
+    random_weights: bool = False  #: with `model.path`: read only config.json, and seed the weights
     compile: bool = False  #: compile the layers by torch.compile, when the rank starts
 
 
 class TowerOptions(PackedOptions, frozen=True):
-    """Of the adapters whose tower transformers runs too: qwen2.5-vl, qwen3-vl."""
+    """The options of qwen2.5-vl and qwen3-vl, whose towers transformers can run too."""
 
     attention: Literal["packed", "eager"] = "packed"  #: our own forward pass, or transformers' own, item by item
 

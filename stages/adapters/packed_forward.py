@@ -1,6 +1,6 @@
-"""A tower's forward pass over a packed batch: transformers' weights, and none of its loops over images.
+"""A tower's forward pass over a packed batch, with transformers' weights and without its loops over images.
 
-Its layers are a family's `block`, which torch.compile may compile: once for all layers, and for batches of any size.
+torch.compile may compile a family's `block`, once for all layers and for batches of any size.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Block(Protocol):
 
 
 class Pass(Protocol):
-    """What a family does with a batch."""
+    """The forward pass of a family."""
 
     def __call__(
         self, model: Any, block: Block, features: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """model: transformers' module. features: (patches, features), in its dtype and on its device. batch:
-        `tables.joined`. Returns outputs by name, `embeddings` first; rows are their last dimension but one. Reads
-        nothing back from the device."""
+        `tables.joined`. Returns outputs by name, `embeddings` first; rows are their last dimension but one. It
+        reads nothing back from the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The two of a family."""
+    """The forward pass and the layer of a family."""
 
     run: Pass
     block: Block
@@ -48,19 +48,19 @@ class Packed:
     """See the module."""
 
     def __init__(self, packing: Packing, model: Any, *, compile: bool) -> None:
-        """compile: whether to compile the layers; `warm_up` then does so, as it takes tens of seconds."""
+        """compile: whether `warm_up` compiles the layers, which takes tens of seconds."""
         self._packing, self._model = packing, model
         self._compiled: Block | None = None
         if compile:
-            # Parameters keep their sizes, so all layers share what is compiled; nothing else is taken for constant.
-            # Padding of shapes would be: it compares the number of patches with what the GPU can do.
+            # Parameters keep their sizes, so all layers share the compiled code, and no other size is a constant.
+            # Padding of shapes would make one: it compares the number of patches with the GPU's properties.
             options: dict[str, Any] = {"shape_padding": False}
             self._compiled = torch.compile(packing.block, dynamic=True, fullgraph=True, options=options)
         self._refused = 0
 
     def warmed_up(self) -> None:
-        """All kinds of batches were there. The processes of torch's compiler end, as many as there are cores up to 32,
-        which else live as long as this one."""
+        """End the processes of torch's compiler, after batches of all kinds. There are as many as cores, up to 32, and
+        they would live as long as this process."""
         if self._compiled is not None:
             from torch._inductor import async_compile  # takes a third of a second, and torch.compile has imported it
 
@@ -68,16 +68,16 @@ class Packed:
 
     @property
     def refused(self) -> int:
-        """Batches that went through uncompiled layers since what is compiled does not take them."""
+        """Batches that went through uncompiled layers, because the compiled code does not take them."""
         return self._refused
 
     def warm_up(self, features: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> None:
-        """Run a batch whose kind was not there yet: kernels are loaded, and layers compiled where they are to be."""
+        """Run the first batch of a kind: this loads kernels, and compiles the layers if `compile` is set."""
         self._packing.run(self._model, self._compiled or self._packing.block, features, batch)
 
     def __call__(self, features: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Pass`. Compiles nothing: a batch that would make torch do so goes through uncompiled layers, is counted
-        and logged, as a request waits for it."""
+        """See `Pass`. It compiles nothing, because a request waits for the batch. A batch that would need it goes
+        through uncompiled layers, and is counted and logged."""
         if self._compiled is not None:
             try:
                 with torch.compiler.set_stance("fail_on_recompile"):

@@ -1,4 +1,4 @@
-"""A small vision transformer over packed patches: the built-in encoder that does real work.
+"""A small vision transformer over packed patches.
 
 Pre-norm blocks (layer norm, attention, layer norm, 4x MLP with exact GELU), fixed 2-D sine positions, and a
 merger that makes one embedding of each 2 x 2 block of patches. Weights are seeded, or read from a
@@ -22,13 +22,13 @@ from tensorferry.stages.adapters.options import PatchVitOptions
 from tensorferry.stages.plugin import read_options
 from tensorferry.stages.weights import read_weights, seeded_weights
 
-MERGE = 2  #: patches a side of the block that becomes one embedding, as in Qwen2-VL
+MERGE = 2  #: patches on a side of the block that becomes one embedding, as in Qwen2-VL
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FEATURE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def weight_shapes(options: PatchVitOptions) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by name; linear weights are (out, in), as torch has them."""
+    """The shape of every tensor of the model, by name; linear weights are (out, in), as in torch."""
     width, merged = options.width, options.width * MERGE * MERGE
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -53,7 +53,7 @@ def weight_shapes(options: PatchVitOptions) -> dict[str, tuple[int, ...]]:
 
 
 def grid_positions(grid: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of every patch of a (time, height, width) grid, int64 (patches,), as they come.
+    """Row and column of every patch of a (time, height, width) grid, int64 (patches,), in the order of patches.
 
     Qwen2-VL's order: frame by frame, in a frame the 2 x 2 blocks row by row, in a block its four patches row
     by row. (Source: transformers, Qwen2VLImageProcessor._preprocess, `transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)`.)
@@ -79,16 +79,16 @@ def position_embedding(grid: tuple[int, int, int], width: int) -> torch.Tensor:
 class PatchVit:
     """Output of an item: `embeddings`, (rows, out_width) in the configured dtype, rows = patches / 4.
 
-    An item attends to itself alone, so its embeddings do not depend (but for rounding) on what it is
-    encoded with; all frames of a video attend to each other.
+    An item attends only to itself, so its embeddings do not depend on the other items, but for rounding. All frames of
+    a video attend to each other.
     """
 
     supports_cuda_vmm_feature_transport: bool = True
 
     def __init__(self, spec: ModelSpec, threads: int) -> None:
-        """Make or read the weights, and set how many threads torch uses in this whole process.
+        """Make or read the weights, and set the number of torch's threads in this whole process.
 
-        Raises ConfigError for an option or a weights file that is not right.
+        Raises ConfigError for a wrong option or weights file.
         """
         self._options = read_options("model.options", "patch-vit", PatchVitOptions, spec.options)
         torch.set_num_threads(threads)
@@ -102,9 +102,9 @@ class PatchVit:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:
-        """Raises BadItem for the first item whose numbers disagree or whose embeddings are not all finite
-        (NaN or infinity among its pixels, or values beyond the dtype); BadTensor for features that are not
-        (sum of patches, patch_features) of a floating dtype."""
+        """See `ModelAdapter`. Raises BadItem for the first item whose grid, patches and rows disagree, or whose
+        embeddings are not all finite (NaN or infinity among its pixels, or values beyond the dtype). Raises BadTensor
+        for features other than (sum of patches, patch_features) of a floating dtype."""
         if not items:
             return
         for item in items:
@@ -125,7 +125,7 @@ class PatchVit:
             out(item.index, "embeddings", shape, self._options.dtype).torch().copy_(rows)
 
     def _follow(self, device: torch.device) -> None:
-        """Have the weights where the features are; they move once."""
+        """Move the weights to the device of the features, once."""
         if self._weights["patch_embed.weight"].device != device:
             self._weights = {name: tensor.to(device) for name, tensor in self._weights.items()}
 

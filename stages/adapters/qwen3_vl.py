@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower, whose language model also wants what some of its inner layers saw (*deepstack*)."""
+"""Qwen3-VL's vision tower, whose language model also takes the outputs of some inner layers (*deepstack*)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From `model.adapter` to a model adapter. Imports no adapter, and so no torch, before one is asked for."""
+"""Find the adapter that `model.adapter` names. No adapter, and so no torch, is imported before its use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tensorferry.stages.plugin import bad_config, blamed, check_reference, impor
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """What is known of an adapter without importing it; a test compares it with the class."""
+    """The properties of a built-in adapter that need no import; a test compares them with the class."""
 
     reference: str
     options: type[Spec]
@@ -38,7 +38,7 @@ class BuiltIn:
     multimodal: bool = True
     needs: str | None = None  #: a package that the extra `hf` installs
     form: Callable[[ModelSpec], Form] | None = None  #: of its embeddings
-    patches: Callable[[ModelSpec], Patches] | None = None  #: that it takes; None: any
+    patches: Callable[[ModelSpec], Patches] | None = None  #: accepted patches; None: any
 
 
 BUILT_IN = {
@@ -79,8 +79,7 @@ BUILT_IN = {
     "text-only": BuiltIn("tensorferry.stages.adapters.text_only:TextOnly", TextOnlyOptions, False, multimodal=False),
 }
 
-#: Families of models, as the names of their members start, and whether they carry the opt-in of promise P7. One that is
-#: not named here does not.
+#: Start of the names of a family's models -> whether the family has opted in (promise P7). Other models have not.
 FAMILIES = {"kimi-k2.5": True, "kimi-k3": True, "qwen2-vl": False, "qwen2.5-vl": False, "qwen3-vl": True}
 
 
@@ -90,9 +89,9 @@ def check_model_name(adapter: str) -> None:
 
 
 def check_model(spec: ModelSpec) -> None:
-    """Find mistakes in `model` without importing the adapter: a name or an option that does not exist.
+    """Raise ConfigError for an unknown `model.adapter` or an unknown option, without an import.
 
-    A plug-in's options are its own to check, when it is built. Raises ConfigError.
+    A plug-in checks its own options when it is built.
     """
     check_model_name(spec.adapter)
     if spec.adapter in BUILT_IN:
@@ -100,11 +99,11 @@ def check_model(spec: ModelSpec) -> None:
 
 
 def make_adapter(spec: ModelSpec, threads: int, device: int | None = None) -> ModelAdapter:
-    """Import, build and warm up the adapter of `spec`, weights and all; a second or more where it needs torch.
+    """Import, build and warm up the adapter of `spec`, weights included. It takes a second or more if it needs torch.
 
-    threads: compute threads it may use. device: the GPU that it will find features on; None: they are in host memory.
+    threads: compute threads that it may use. device: the GPU of the features; None: they are in host memory.
     `spec.adapter` is a name of BUILT_IN or a user's own class, `package.module:Class`, built as
-    `Class(spec, threads)`. Raises ConfigError, whatever a plug-in raises.
+    `Class(spec, threads)`. Every exception of a plug-in becomes ConfigError.
     """
     check_model(spec)
     found = import_adapter(spec.adapter)
@@ -117,29 +116,29 @@ def make_adapter(spec: ModelSpec, threads: int, device: int | None = None) -> Mo
 
 
 def embedding_form(spec: ModelSpec) -> Form | None:
-    """What the model's embeddings look like, without an import; None: not known (a plug-in). Raises ConfigError."""
+    """The form of the model's embeddings, without an import. None: not known (a plug-in). Raises ConfigError."""
     check_model(spec)
     built_in = BUILT_IN.get(spec.adapter)
     return None if built_in is None or built_in.form is None else built_in.form(spec)
 
 
 def patches_taken(spec: ModelSpec) -> Patches | None:
-    """What patches the model takes, without an import; None: not known (a plug-in), or any. Raises ConfigError."""
+    """The patches that the model takes, without an import. None: not known (a plug-in), or any. Raises ConfigError."""
     check_model(spec)
     built_in = BUILT_IN.get(spec.adapter)
     return None if built_in is None or built_in.patches is None else built_in.patches(spec)
 
 
 def takes_media(name: str) -> bool:
-    """Whether requests to this adapter may have images or other media: all but `text-only`; imports nothing."""
+    """Whether requests to this adapter may have media (all but `text-only`); imports nothing."""
     return name not in BUILT_IN or BUILT_IN[name].multimodal
 
 
 def supports_cuda_vmm_feature_transport(name: str) -> bool:
     """Whether a model has opted in to the cuda_vmm feature transport (promise P7); the default is no.
 
-    name: of an adapter, or of a model of a known family, such as `Qwen/Qwen3-VL-8B-Instruct`. Both are answered without
-    an import; a plug-in is imported, as its class attribute is the answer. Raises ConfigError for any other name.
+    name: of an adapter, or of a model of a known family, such as `Qwen/Qwen3-VL-8B-Instruct`. These need no import. A
+    plug-in is imported, as its class attribute is the answer. Raises ConfigError for any other name.
     """
     if name in BUILT_IN:
         return BUILT_IN[name].supports_cuda_vmm_feature_transport
@@ -153,7 +152,7 @@ def supports_cuda_vmm_feature_transport(name: str) -> bool:
 
 
 def import_adapter(name: str) -> type[Any]:
-    """The class behind a checked name. Raises ConfigError."""
+    """Import the class of a checked name. Raises ConfigError."""
     built_in = BUILT_IN.get(name)
     if built_in:
         require("model.adapter", name, built_in.needs)

@@ -1,4 +1,4 @@
-"""`rotary.turned` as one kernel, which reads and writes queries and keys once. Needs Triton."""
+"""`rotary.turned` as one kernel, which reads and writes queries and keys once. It needs Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 def turn(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn queries and keys where they lie; queued on the current stream of the current device, which must be theirs.
+    """Rotate queries and keys in place. The work is queued on the current stream of the current device, their own.
 
     qkv: (patches, 3, heads, head width), contiguous. cos, sin: float32 (patches, head width / 2), contiguous.
     """

@@ -1,4 +1,4 @@
-"""For a model that takes text alone: requests pass by the encoder, and one with an image is refused."""
+"""The adapter for a model that takes only text: requests skip the encoder, and a request with an image is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tensorferry.stages.plugin import read_options
 
 
 class TextOnly:
-    """Encodes nothing. A deployment with it reserves no pool."""
+    """An adapter that encodes nothing. Its deployment reserves no pool."""
 
     supports_cuda_vmm_feature_transport: bool = False
 
     def __init__(self, spec: ModelSpec, threads: int) -> None:
-        """threads: not used. Raises ConfigError for any option: it has none."""
+        """threads: not used. Raises ConfigError for any option, since there are none."""
         read_options("model.options", "text-only", TextOnlyOptions, spec.options)
 
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> None:

@@ -1,4 +1,4 @@
-"""A vision tower behind the adapter interface: configuration and weights as transformers has them, one pass a call."""
+"""A vision tower as a model adapter, with transformers' configuration and weights, and one forward pass a call."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ from tensorferry.stages.weights import read_weights, seeded_weights
 
 log = structlog.get_logger()
 
-#: What stands before a vision weight's name, in checkpoints of Qwen3-VL and in those of Qwen2.5-VL.
+#: Prefixes of the names of vision weights in checkpoints of Qwen3-VL and of Qwen2.5-VL.
 QWEN_PREFIXES = ("model.visual.", "visual.")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FEATURE_DTYPES = ("float32", "bfloat16", "float16", "float64")
-#: Batches of every kind that torch compiles anew (one stretch of patches, equal ones, others) by the heights of their
-#: items, which are a block wide. Unusual ones: two sizes that are equal the first time are one to torch.
+#: Heights of the items, each a block wide, in batches of each kind that torch compiles anew (one stretch of patches,
+#: equal ones, others). They are unusual numbers, because torch identifies two sizes that are equal the first time.
 _KINDS = ((7,), (7, 7), (7, 5))
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one family of models differs in from the others."""
+    """The differences between one family of models and the others."""
 
     adapter: str  #: its name in a deployment file
-    vision: type[Vision]  #: what its configuration may say
+    vision: type[Vision]  #: the struct of its configuration
     tower: Any  #: transformers' class; `forward(pixels, grid_thw, **tables)`
     architecture: Mapping[str, Any]  #: the fields of its vision configuration that differ from the class's defaults
-    tiny: Mapping[str, Any]  #: and those of one for tests
-    #: (tower, grid as an int64 (1, 3) on the host) -> what `forward` takes
+    tiny: Mapping[str, Any]  #: the same fields for a small tower for tests
+    #: (tower, grid as an int64 (1, 3) on the host) -> arguments of `forward`
     tables: Callable[[Any, torch.Tensor], Tables]
     packing: Packing  #: the forward pass with the weights of `tower`
-    settle: Callable[[Any, Any], None]  #: (tower, its configuration): what is left to do when it has its weights
-    #: With `attention: eager`: what `forward` returned -> the outputs of `packing`.
+    settle: Callable[[Any, Any], None]  #: (tower, its configuration): the last step, once it has its weights
+    #: With `attention: eager`: result of `forward` -> the outputs of `packing`.
     outputs: Callable[[Any], dict[str, torch.Tensor]] | None = None
     options: type[PackedOptions] = TowerOptions
-    prefixes: Sequence[str] = ("",)  #: what may stand before all names in a checkpoint, and
-    parts: tuple[str, ...] = ("",)  #: how names go on that are the tower's; see `read_weights`
-    frames_become_one: bool = False  #: all frames of an item have one frame's embeddings
+    prefixes: Sequence[str] = ("",)  #: possible prefixes of all names in a checkpoint
+    parts: tuple[str, ...] = ("",)  #: starts, behind the prefix, of the names of the tower; see `read_weights`
+    frames_become_one: bool = False  #: all frames of an item share one frame's embeddings
 
 
 class Tower:
-    """See the module. An item attends to itself alone, each frame of a video to itself."""
+    """See the module. An item attends only to itself, and each frame of a video only to itself."""
 
     def __init__(self, family: Family, spec: ModelSpec, threads: int) -> None:
-        """Make or read the weights, and set how many threads torch uses in this whole process.
+        """Make or read the weights, and set the number of torch's threads in this whole process.
 
-        With `spec.path`, a checkpoint directory, its config.json decides the architecture, and of its weights those of
-        the vision tower are read; without, they are seeded. Raises ConfigError naming option, or file and key.
+        With `spec.path`, a checkpoint directory, its config.json decides the architecture, and the vision tower's
+        weights are read. Without it, the weights are seeded. Raises ConfigError that names option, or file and key.
         """
         self._options = read_options("model.options", family.adapter, family.options, spec.options)
         self._family = family
@@ -77,11 +77,9 @@ class Tower:
             config._attn_implementation = "sdpa"
             with torch.device("meta"):
                 model = family.tower(config).eval()
-        except Exception as problem:  # transformers' own checks raise classes of their own
+        except Exception as problem:  # transformers' checks raise classes of their own
             reason = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
-            raise bad_config(
-                "model.path", f"{spec.path}: no tower can be made of its vision_config: {reason}"
-            ) from problem
+            raise bad_config("model.path", f"{spec.path}: its vision_config describes no tower: {reason}") from problem
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         if spec.path is None or self._options.random_weights:
             weights = seeded_weights(shapes, spec.seed)
@@ -112,18 +110,19 @@ class Tower:
         return self._packed.refused if self._packed is not None else 0
 
     def warm_up(self, device: int | None) -> None:
-        """Have the weights on this GPU, kernels loaded, and the layers compiled where they are to be: seconds to a
-        minute. None: in host memory. Raises ConfigError naming model.options.compile where torch cannot compile them.
+        """Move the weights to this GPU, load kernels, and compile the layers if `compile` is set: seconds to a minute.
+        None: host memory. Raises ConfigError that names model.options.compile if torch cannot compile the layers.
         """
         self._follow(torch.device("cpu") if device is None else torch.device("cuda", device))
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish | None:
-        """All items in one forward pass. On a GPU it is only queued; what this returns waits, to know that all numbers
-        are finite.
+        """Encode all items in one forward pass. On a GPU the pass is only queued, and the returned function waits for
+        it and checks that all numbers are finite.
 
-        Raises BadItem for the first item whose numbers disagree or whose embeddings are not all finite (NaN or
-        infinity among its pixels, or values beyond the dtype); BadTensor for features that the tower does not take.
+        Raises BadItem for the first item whose grid, patches and rows disagree, or whose embeddings are not all finite
+        (NaN or infinity among its pixels, or values beyond the dtype). Raises BadTensor for features that the tower
+        does not take.
         """
         if not items:
             return None
@@ -161,7 +160,7 @@ class Tower:
 
     @torch.inference_mode()
     def _follow(self, device: torch.device) -> None:
-        """Have the weights where the features are; they move once, and what is slow the first time is done then."""
+        """Move the weights to the device of the features, once, and warm up there."""
         if device != self._device:
             with torch.inference_mode(False):
                 self._model.to(device)
@@ -180,7 +179,7 @@ class Tower:
                     features = torch.zeros(patches, self._features_wide, dtype=self._dtype, device=device)
                     self._packed.warm_up(features, self.batch(grids, device))
             self._packed.warmed_up()
-        except Exception as problem:  # of torch's compiler, or of the compiler it calls
+        except Exception as problem:  # of torch's compiler, or of the C compiler
             if not self._options.compile:
                 raise
             reason = f"torch cannot compile the tower on {device}: {type(problem).__name__}: {problem}"
@@ -195,8 +194,9 @@ class Tower:
         )
 
     def forward(self, features: torch.Tensor, grids: Sequence[Grid]) -> dict[str, torch.Tensor]:
-        """features: of items of these grids, one after the other, where `warm_up` put the weights. Returns the outputs,
-        items one after the other; queued on the device's current stream, nothing is read back."""
+        """Run the forward pass. features: of items of these grids, one after the other, on the device of `warm_up`.
+        Returns the outputs, items one after the other. The work is queued on the device's current stream, and nothing
+        is read back."""
         with _current(features.device):
             batch, features = self.batch(grids, features.device), features.to(self._dtype)
             if self._packed is not None:
@@ -205,14 +205,14 @@ class Tower:
             return self._family.outputs(self._model(features, grid_thw=torch.tensor(grids), **batch))
 
     def batch(self, grids: Sequence[Grid], device: torch.device) -> dict[str, torch.Tensor]:
-        """What a forward pass is told of a batch of these, in order; see `tables.joined`."""
+        """The arguments of a forward pass for a batch of these grids, in order; see `grid_tables.joined`."""
         return joined(self._tables.get(grids, device))
 
     def _tables_of(self, grid: Grid) -> Tables:
         return self._family.tables(self._model, torch.tensor([grid]))
 
     def _blame(self, items: Sequence[ItemInfo], features: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> None:
-        """Raise for the first item at fault."""
+        """Raise BadItem for the first item at fault."""
         patch = row = 0
         for item in items:
             if not features[patch : patch + item.patches].isfinite().all():
@@ -223,12 +223,12 @@ class Tower:
 
 
 class _OnHost:
-    """A truth value on its way from a GPU, that can be waited for without what is queued behind it."""
+    """A truth value on its way from a GPU. Waiting for it does not include the work queued behind it."""
 
     def __init__(self, there: torch.Tensor) -> None:
         with _current(there.device):
             self._here = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(there, non_blocking=True)
-            # For a thread that sleeps, beside one that launches kernels.
+            # The waiting thread sleeps, so that it does not disturb the thread that launches kernels.
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -238,12 +238,12 @@ class _OnHost:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current one, on whose current stream kernels that are not torch's own go."""
+    """Make a GPU the current one: kernels that are not torch's own run on its current stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def make_rotary(model: Any, config: Any) -> None:
-    """Qwen's towers: the frequencies are no weights, and still float32."""
+    """Make the rotary frequencies of Qwen's towers; they are no weights, and stay float32."""
     model.rotary_pos_emb = type(model.rotary_pos_emb)(config)
 
 

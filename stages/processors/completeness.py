@@ -1,10 +1,10 @@
-"""Whether a decoded picture had all of its data: decoders fill up what is missing, and say nothing.
+"""Check that a decoded picture had all of its data. Some decoders fill up missing data without an error.
 
-A picture that was filled up shows it where it ends, so most are known to be whole by one look at their last pixels.
-Only where these are what a decoder fills up with is the exact question asked, which costs about as much as decoding.
+A picture that was filled up shows it at its end, so the last pixels prove most pictures whole. Only if these equal the
+pixels that the decoder fills up with, an exact check follows, which costs about as much as decoding.
 
-Not found out: a JPEG of which less than one block of pixels is missing, or that has lost data in its middle; a
-progressive JPEG whose first scan is whole, whatever its later scans lack, which is blurred; a JPEG with arithmetic
+Some faults are not found: a JPEG that lacks less than one block of pixels, or that has lost data in its middle; a
+progressive JPEG whose first scan is whole, and whose later scans are not, so that it is blurred; a JPEG with arithmetic
 coding; a TIFF of JPEG's first, abandoned form (compression 6).
 """
 
@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import io
 
-from PIL import Image, ImageChops
+from PIL import Image, ImageChops, TiffImagePlugin
 
 from tensorferry.stages.processors.base import BadMedia
 from tensorferry.stages.processors.image_headers import jpeg, png, tiff
 from tensorferry.stages.processors.image_headers.container import Container
 
-MID_GRAY = (127, 128)  #: what libjpeg's colours are where it has no data; 127 where they are inverted
-NEAR = 3  #: how far the brightness of such a pixel may be from it, with chroma of its neighbours
+MID_GRAY = (127, 128)  #: libjpeg's colours where it has no data; 127 if they are inverted
+NEAR = 3  #: the distance in brightness that neighbours' chroma may cause in such a pixel
 
 
 def check_complete(container: Container, image: Image.Image) -> None:
-    """Raise BadMedia where a loaded picture was filled up. The strips of a TIFF, and PNG animations, are counted before
-    they are decoded (`tiff.check_whole`, `png.check_whole`); the other decoders report it themselves."""
+    """Raise BadMedia if a loaded picture was filled up, or if a checksum of a deflate TIFF is wrong.
+
+    The strips of a TIFF, and PNG animations, are counted before they are decoded (`tiff.check_whole`,
+    `png.check_whole`). The other decoders report missing data themselves.
+    """
     if container.format == "JPEG":
         found, wanted = jpeg.restarts(container.data)
         if found < wanted:
@@ -32,7 +35,8 @@ def check_complete(container: Container, image: Image.Image) -> None:
             raise BadMedia(f"truncated: the JPEG has {found} of the {wanted} restart markers of its {size} pixels")
         if _ends_gray(image):
             _check_longer("JPEG", jpeg.with_tails(container.data), image)
-    elif container.format == "TIFF":
+    elif isinstance(image, TiffImagePlugin.TiffImageFile):
+        tiff.check_checksums(container.data, image)
         _check_longer("TIFF", tiff.with_tails(container.data), image)
     elif container.format == "PNG" and not container.several and _ends_black(image):
         png.check_whole(container.data)
@@ -48,14 +52,14 @@ def _ends_gray(image: Image.Image) -> bool:
 
 
 def _ends_black(image: Image.Image) -> bool:
-    """Whether the last row has no bit that is set. Of an interlaced picture the last row of its last pass may be
-    another, so that is taken for one."""
+    """Whether the last row has no bit that is set. Any interlaced picture counts, since the last row of its last pass
+    may be another row."""
     last = image.crop((0, image.height - 1, image.width, image.height))
     return bool(image.info.get("interlace")) or not any(last.tobytes())
 
 
 def _check_longer(kind: str, longer: bytes | None, image: Image.Image) -> None:
-    """Raise BadMedia where the file with bytes behind its data makes another picture: they were read as pixels."""
+    """Raise BadMedia if more bytes behind the file's data change the picture: they were then read as pixels."""
     if longer is None:
         return
     size = f"{image.width}x{image.height}"

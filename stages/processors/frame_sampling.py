@@ -1,8 +1,9 @@
-"""Which frames of a video a model sees, and how large: the rules of Qwen2-VL (and 2.5) and of Qwen3-VL.
+"""The sampling of a video's frames and their size, by the rules of Qwen2-VL (and 2.5) and of Qwen3-VL.
 
 Source: transformers 5.17 to 5.24, `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`: their `sample_frames` and
-`resize`, the latter with `cap_pixels_per_frame=False`, their default before 5.22. They are followed to the frame and
-to the pixel, but that they cannot take a single frame, which here counts as one temporal patch of equal frames.
+`resize`, the latter with `cap_pixels_per_frame=False`, their default before 5.22. Results equal
+theirs to the frame and to the pixel. Only a single frame differs: they cannot take one, and here it counts as one
+temporal patch of equal frames.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Size = tuple[int, int]  #: width, height
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a family does with videos."""
+    """The video rule of a family."""
 
     #: (options, frames there are, frames to have) -> their numbers
     pick: Callable[[Qwen2VLOptions, int, float], list[int]]
@@ -29,10 +30,10 @@ class Rule:
 
 
 def sampled(options: Qwen2VLOptions, frames: int, fps: float | None) -> list[int]:
-    """The frames to look at, in order; with repetition, where there are fewer than the model takes.
+    """The numbers of the sampled frames, in order. Frames repeat if there are fewer than the model takes.
 
-    frames: how many there are, one at least. fps: how many of them are a second. None: all are looked at, or where they
-    are more than video_max_frames that many, evenly.
+    frames: their number, at least one. fps: frames a second. None: all frames are taken, or video_max_frames of them at
+    even distances.
     """
     if fps is None:
         picked = _evenly(frames, min(frames, options.video_max_frames))
@@ -42,12 +43,12 @@ def sampled(options: Qwen2VLOptions, frames: int, fps: float | None) -> list[int
 
 
 def padded(picked: list[int], temporal_patch_size: int) -> list[int]:
-    """With the last frame repeated, up to whole temporal patches."""
+    """Repeat the last frame until the temporal patch is whole."""
     return picked + picked[-1:] * (-len(picked) % temporal_patch_size)
 
 
 def resized_together(options: Qwen2VLOptions, frames: int, size: Size) -> Size:
-    """The size of every frame, for the rule that counts the pixels of all frames together."""
+    """The size of every frame, by the rule that counts the pixels of all frames together."""
     width, height = size
     factor, least, most = options.patch_size * options.merge_size, options.video_min_pixels, options.video_max_pixels
     temporal = options.temporal_patch_size
@@ -68,7 +69,7 @@ def resized_together(options: Qwen2VLOptions, frames: int, size: Size) -> Size:
 
 
 def _whole_patches(options: Qwen2VLOptions, frames: int, wanted: float) -> list[int]:
-    """Qwen2-VL's: whole temporal patches only, from the first frame on."""
+    """Qwen2-VL's rule: whole temporal patches only, from the first frame on."""
     temporal = options.temporal_patch_size
     most = min(options.video_max_frames, frames) // temporal * temporal
     count = math.floor(min(max(wanted, options.video_min_frames), most, frames) / temporal) * temporal
@@ -77,7 +78,7 @@ def _whole_patches(options: Qwen2VLOptions, frames: int, wanted: float) -> list[
 
 
 def _first_to_last(options: Qwen2VLOptions, frames: int, wanted: float) -> list[int]:
-    """Qwen3-VL's: evenly from the first frame to the last, also an odd number of them."""
+    """Qwen3-VL's rule: evenly from the first frame to the last; their number may be odd."""
     return _evenly(frames, min(max(int(wanted), options.video_min_frames), options.video_max_frames, frames))
 
 

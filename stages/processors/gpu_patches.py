@@ -1,8 +1,8 @@
-"""The pixels of the built-in processors, resized, normalised and cut into patches by the GPU that they are for.
+"""Resize, normalise and cut pixels into patches on the GPU whose memory receives them.
 
 Nothing here waits for the GPU: the decoded picture goes up through page-locked memory, and all work is queued on the
-current stream of the thread. (Source of the arithmetic: transformers, Qwen2VLImageProcessorFast, which also resizes by
-torch's bicubic interpolation with antialiasing and rounds to whole levels.)
+current stream of the thread. (Source of the arithmetic: transformers, Qwen2VLImageProcessorFast. It also resizes by
+torch's bicubic interpolation with antialiasing, and rounds to whole levels.)
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def write_patches(
     """Write a decoded picture, (height, width, 3), into `out`, (patches, 3 * frames * patch * patch), in GPU memory.
 
     size: the (width, height) to resize to, multiples of patch * merge unless there is a canvas. mean, std: of each
-    channel, white being 1. into: which frames of the patches it is. canvas: the (width, height) that is cut into
-    patches, black to the right of the resized picture and below it. The order is `Qwen2VLProcessor`'s, and with a merge
-    of 1 raster order.
+    channel; white is 1. into: the frames of the patches to write. canvas: the (width, height) that is cut into patches;
+    it is black to the right of the resized picture and below it. The order is `Qwen2VLProcessor`'s; with a merge of 1
+    it is raster order.
     """
     height, width, channels = pixels.shape
     device = out.data.device
@@ -60,5 +60,5 @@ def write_patches(
 
 @cache
 def _column(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """A number for each channel, (channels, 1, 1), on a device."""
+    """One number for each channel, as (channels, 1, 1) on a device."""
     return torch.tensor(values, device=device).view(-1, 1, 1)

@@ -1,30 +1,31 @@
-"""Encoded images to upright RGB, by one policy, through Pillow; whatever is wrong with them is BadMedia.
+"""Decode images to upright RGB, by one policy, through Pillow. Every fault of an image is BadMedia.
 
-What is accepted: JPEG, PNG, WebP, GIF, TIFF, AVIF, uncompressed BMP; told by content, the others refused by
-name. Size and structure are checked before Pillow sees the file (`formats.py`), and what it is handed holds
-pixels only; Pillow's own bomb check, a warning at first, is switched off and not relied on.
+JPEG, PNG, WebP, GIF, TIFF, AVIF and uncompressed BMP are accepted, recognised by content; other formats are refused by
+name. Size and structure are checked before Pillow sees the file (`formats.py`), and Pillow gets a file with pixels
+only. Pillow's own bomb check, which begins with a warning, is switched off and not relied on.
 
 How a picture becomes 8-bit RGB:
-- orientation (EXIF's; XMP's where EXIF has none; AVIF's own boxes) is applied; a broken one counts as upright;
-- transparency (alpha channel, palette entries, a transparent colour) is laid over white, and so is what the
-  first picture of a GIF or an animated WebP leaves of its canvas;
-- of an animation or a file of several pictures, the first (of an animated PNG or AVIF, its still picture);
-- gray of 9 to 16 bits is scaled, white to 255, never clipped; 32-bit gray is taken for 16-bit gray, and
-  refused when a value lies outside 0..65535; colour of 16 bits a channel keeps the high bytes;
-- bilevel, gray, palette, YCbCr and CMYK (JPEG's in Adobe's inverted form, YCCK too) are converted by Pillow,
-  CIE LAB through its colour management; floating-point pixels have no known white and are refused;
-- colour profiles and gamma are ignored, as vision models are trained on pixels read that way;
-- a truncated file is refused, never filled up: one that ends early, and one whose pixels end before its size says so
-  (`completeness.py`, with what is not found out). A PNG chunk of pixels with a wrong checksum is refused;
-- of a GIF or WebP that is sent as an image, what lies behind its first picture is not looked at, and may be damaged or
-  missing (but a WebP that is shorter than it says is refused, as its decoder wants the whole file). Sent as a video,
-  all pictures up to the last one that is looked at must be whole.
+- the orientation (EXIF's; XMP's if EXIF has none; AVIF's own boxes) is applied; a broken one counts as upright;
+- transparent pixels (alpha channel, palette entries, a transparent colour) become white, and so does the part of the
+  canvas that the first picture of a GIF or an animated WebP does not cover;
+- an animation, or a file of several pictures, becomes its first picture (an animated PNG or AVIF: its still picture);
+- gray of 9 to 16 bits is scaled, white to 255, and never clipped; 32-bit gray counts as 16-bit gray, and is refused if
+  a value lies outside 0..65535; colour of 16 bits a channel keeps the high bytes;
+- Pillow converts bilevel, gray, palette, YCbCr and CMYK (JPEG's in Adobe's inverted form, YCCK too), and CIE LAB
+  through its colour management; floating-point pixels have no known white and are refused;
+- colour profiles and gamma are ignored, as vision models are trained on pixels that were read in this way;
+- a truncated file is refused and never filled up, whether the file ends early or its pixels do (`completeness.py` lists
+  the exceptions). A PNG chunk of pixels, or a deflate TIFF, with a wrong checksum is refused;
+- if a GIF or WebP is sent as an image, only its first picture is read, and the rest may be damaged or missing (but a
+  WebP that is shorter than its header says is refused, as its decoder needs the whole file). In a video, all pictures
+  up to the last sampled one must be whole.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,16 +52,19 @@ from tensorferry.stages.processors.image_headers import tiff
 from tensorferry.stages.processors.image_headers.container import UPRIGHT, Container
 from tensorferry.stages.processors.image_headers.exif import ORIENTATION, exif_orientation
 from tensorferry.stages.processors.image_headers.formats import read_container
+from tensorferry.stages.processors.libtiff import silence_libtiff
 
 # Set once, before any thread decodes; the limit that holds is LimitsSpec.item_pixels.
 Image.MAX_IMAGE_PIXELS = None
-# Its debug lines repeat all that a file says of itself: 0.4 s for a TIFF of 16,000 strips, in a process that logs at
-# `debug`.
-logging.getLogger("PIL").setLevel(logging.WARNING)
+# Its debug lines repeat a file's fields: 0.4 s for a TIFF of 16,000 strips, in a process that logs at `debug`. Its
+# warnings and errors are about the file too, and the file's sender gets BadMedia.
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
+warnings.filterwarnings("ignore", module=r"PIL\.")
+silence_libtiff()
 # A worker's decode threads are the deployment's choice; AVIF's decoder would add one for each core to each.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
-#: Importing these is what registers them: `Image.open` must find a format without importing all of Pillow.
+#: Their import registers them: `Image.open` must find a format without importing all of Pillow.
 PLUGINS = (
     AvifImagePlugin,
     BmpImagePlugin,
@@ -71,7 +75,7 @@ PLUGINS = (
     WebPImagePlugin,
 )
 
-#: EXIF orientation -> what makes the picture upright.
+#: EXIF orientation -> the operation that makes the picture upright.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -90,7 +94,7 @@ WHITE = (255, 255, 255)
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What is known of an image without decoding it."""
+    """The properties of an image that its header gives."""
 
     width: int  #: upright
     height: int  #: upright
@@ -99,7 +103,7 @@ class ImageHeader:
 
 
 def header(data: bytes | memoryview, limits: LimitsSpec) -> ImageHeader:
-    """Read an image's header. No pixel is decoded, nothing of the picture's size is allocated.
+    """Read an image's header. No pixel is decoded, and nothing as large as the picture is allocated.
 
     Raises BadMedia: empty, not an image, not an accepted format, broken, or over `limits` in bytes or pixels.
     """
@@ -125,7 +129,7 @@ def upright_rgb(data: bytes | memoryview, limits: LimitsSpec) -> npt.NDArray[np.
 
 
 def contained(data: bytes | memoryview, limits: LimitsSpec) -> Container:
-    """The container of an encoded image. Raises BadMedia, as `header`, for what Pillow is not asked about."""
+    """Read the container of an encoded image, before Pillow does. Raises BadMedia, as `header` does."""
     nbytes = memoryview(data).nbytes
     if nbytes > limits.item_mb << 20:
         raise BadMedia(f"{nbytes} bytes; the limit is {limits.item_mb} MiB (limits.item_mb)")
@@ -133,7 +137,7 @@ def contained(data: bytes | memoryview, limits: LimitsSpec) -> Container:
 
 
 def decoded(container: Container, image: ImageFile.ImageFile, orientation: int) -> Image.Image:
-    """The picture that an opened image is at, by the policy above; inside the block of `opened`."""
+    """Decode the current picture of an opened image, by the policy above. Call it inside the block of `opened`."""
     size = image.size
     image.load()
     check_complete(container, image)
@@ -145,9 +149,9 @@ def decoded(container: Container, image: ImageFile.ImageFile, orientation: int) 
 
 @contextmanager
 def opened(container: Container, limits: LimitsSpec) -> Iterator[tuple[ImageFile.ImageFile, int]]:
-    """An image that has passed all checks, opened and not decoded, and its orientation.
+    """Open an image that passes all checks; the result is not decoded, and comes with its orientation.
 
-    Whatever is raised inside the block, by Pillow or about the picture, leaves it as BadMedia.
+    Every exception inside the block leaves it as BadMedia.
     """
     _check_pixels(container.size, container.coded_pixels, limits)
     with explained(container.format), Image.open(io.BytesIO(container.data), formats=[container.format]) as image:
@@ -158,7 +162,7 @@ def opened(container: Container, limits: LimitsSpec) -> Iterator[tuple[ImageFile
         if isinstance(image, BmpImagePlugin.BmpImageFile) and image.info["compression"] not in BMP_PLAIN:
             raise BadMedia(f"a BMP of compression {image.info['compression']} is not accepted; 0 and 3 are")
         if container.size not in (None, image.size):
-            raise BadMedia(f"of two readings of its header one finds {container.size}, one {image.size}")
+            raise BadMedia(f"two readings of its header disagree: {container.size} and {image.size}")
         orientation = container.orientation
         if orientation is None:  # AVIF: Pillow has written it into EXIF of its own making
             exif = bytes(image.info.get("exif", b"")).removeprefix(b"Exif\0\0")
@@ -169,8 +173,8 @@ def opened(container: Container, limits: LimitsSpec) -> Iterator[tuple[ImageFile
 
 
 def _left_to_turn(image: TiffImagePlugin.TiffImageFile) -> int:
-    """The orientation of a TIFF that Pillow does not apply while it decodes, as it does with EXIF's, whose size it
-    swaps at once. Directories inside the EXIF, which Pillow would read then, are forgotten."""
+    """The orientation of a TIFF that remains after Pillow has decoded it. Pillow applies the directory's own while it
+    decodes, and swaps the size at once. This removes directories inside the EXIF, which Pillow would read then."""
     exif = image.getexif()
     found = exif.get(ORIENTATION, UPRIGHT)
     for tag in [tag for tag in exif if tag != ORIENTATION or tag not in image.tag_v2]:
@@ -180,20 +184,20 @@ def _left_to_turn(image: TiffImagePlugin.TiffImageFile) -> int:
 
 @contextmanager
 def explained(kind: str) -> Iterator[None]:
-    """Whatever is raised inside the block about a file of this format leaves it as BadMedia."""
+    """Turn every exception inside the block, about a file of this format, into BadMedia."""
     try:
         yield
     except BadMedia:
         raise
     except UnidentifiedImageError:
-        raise BadMedia(f"starts like {kind} but cannot be read as such") from None
-    except Exception as problem:  # a plugin raises whatever a broken file leads it to
+        raise BadMedia(f"the file starts like {kind} but cannot be read as {kind}") from None
+    except Exception as problem:  # a broken file may make a plugin raise any exception
         text = str(problem)[:200] or "no reason given"
         raise BadMedia(f"{kind}: {type(problem).__name__}: {text}") from problem
 
 
 def _check_pixels(size: tuple[int, int] | None, coded_pixels: int, limits: LimitsSpec) -> None:
-    """Raise BadMedia where a picture, or what its decoder makes on the way, is over the limit."""
+    """Raise BadMedia if a picture, or an intermediate picture of its decoder, is over the limit."""
     width, height = size or (0, 0)
     if width * height > limits.item_pixels:
         problem = f"{width}x{height} is {width * height} pixels"
@@ -246,7 +250,7 @@ def _wide_gray(image: Image.Image, _: Container) -> Image.Image:
 
 
 def _without(clear: tuple[int, ...], image: Image.Image, rgb: Image.Image) -> Image.Image:
-    """The picture with one colour of the decoded image made white: a PNG's transparent colour."""
+    """The picture with one colour of the decoded image, a PNG's transparent colour, made white."""
     decoded = np.asarray(image.convert("L") if image.mode == "1" else image)
     found = decoded == clear[0] if decoded.ndim == 2 else (decoded == clear).all(axis=2)
     if not found.any():
@@ -257,7 +261,7 @@ def _without(clear: tuple[int, ...], image: Image.Image, rgb: Image.Image) -> Im
 
 
 Conversion = Callable[[Image.Image, Container], Image.Image]
-#: Pillow's mode of a decoded picture -> how it becomes RGB; modes that are missing are refused.
+#: Pillow's mode of a decoded picture -> its conversion to RGB; other modes are refused.
 CONVERSIONS: dict[str, Conversion] = {
     **dict.fromkeys(("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB"), _plain),
     **dict.fromkeys(("LA", "PA", "RGBA"), _over_white),

@@ -1,8 +1,8 @@
-"""Images as Kimi-K2.5 sees them: reduced where they have too many patches, padded to whole tokens, in raster order.
+"""Kimi-K2.5's images: reduced if they have too many patches, padded to whole tokens, in raster order.
 
 Sources: transformers 5.17, `Kimi_K25ImageProcessor` and its `navit_resize`, for sizes, padding and order; Moonshot's
-preprocessor_config.json for 0.5 as mean and deviation, where the class has ImageNet's for defaults. On the host Pillow
-resizes (bicubic), as Moonshot's own processor does; transformers' class has torchvision for it.
+preprocessor_config.json for 0.5 as mean and deviation (the class has ImageNet's for defaults). On the host Pillow
+resizes (bicubic), as in Moonshot's own processor; transformers' class uses torchvision.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Size = tuple[int, int]  #: (width, height)
 
 
 class KimiK25Processor:
-    """See `base.Processor`. An image of h x w patches has grid (1, h, w) and h * w / 4 tokens; none is enlarged, and
-    none is too long or too flat: a side has one pixel at least."""
+    """See `base.Processor`. An image of h x w patches has grid (1, h, w) and h * w / 4 tokens. No image is enlarged,
+    and every aspect ratio is accepted: a side has at least one pixel."""
 
     writes_on_gpu = True
 
     def __init__(self, options: Mapping[str, object], limits: LimitsSpec) -> None:
-        """`options`: the fields of KimiK25Options. Raises ConfigError naming one that is unknown or wrong."""
+        """options: the fields of KimiK25Options. Raises ConfigError that names an unknown or wrong one."""
         self.options = read_options("tokenizer.options", "kimi-k25", KimiK25Options, options)
         self.limits = limits
         self.features = CHANNELS * KIMI_PATCH**2
@@ -50,13 +50,13 @@ class KimiK25Processor:
         return replace(self._plan(canvas_of(self.resized(found.width, found.height))), size=(found.width, found.height))
 
     def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
-        """Decode, resize, pad and write. The hash is over the padded pixels, or for GPU memory, where the GPU resizes
-        (a level may then differ by one), over the decoded ones; with sizes and settings."""
+        """Decode, resize, pad and write. The hash is over the padded pixels, with sizes and settings. For GPU memory,
+        where the GPU resizes and a level may differ by one, it is over the decoded pixels."""
         image = upright(data, self.limits)
         size = self.resized(image.width, image.height)
         canvas = canvas_of(size)
         if self._plan(canvas) != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
-            raise BadMedia(f"the image of {image.width}x{image.height} is not the one that was planned")
+            raise BadMedia(f"the image has {image.width}x{image.height} pixels and does not match its plan")
         if out.on_host:
             resized = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
             pixels = np.asarray(_padded(resized, canvas))
@@ -72,14 +72,14 @@ class KimiK25Processor:
         return digest.digest()
 
     def resized(self, width: int, height: int) -> Size:
-        """The (width, height) an image is resized to, before it is padded: never larger, both sides by one ratio and
-        rounded down, to one pixel at least.
+        """The (width, height) of an image after resizing and before padding. It is never larger; one ratio applies to
+        both sides, which are rounded down, to at least one pixel.
 
-        The ratio is counted in whole patches, those that are padded left out; so an image has a little more than
-        max_patches of them where its last ones are.
+        The ratio counts whole patches only. So an image with incomplete last patches has slightly more than
+        max_patches.
         """
         if width < 1 or height < 1:
-            raise BadMedia(f"a picture of {width}x{height}")
+            raise BadMedia(f"the picture is {width}x{height}; each side needs a pixel")
         longest = self.options.max_side_patches * KIMI_PATCH
         patches = max(1.0, height // KIMI_PATCH) * max(1.0, width // KIMI_PATCH)
         scale = min(1.0, math.sqrt(self.options.max_patches / patches), longest / height, longest / width)
@@ -100,13 +100,13 @@ class KimiK25Processor:
             for count in (wanted - distance, wanted + distance):
                 if 1 <= count <= most and (sides := _sides(count, aspect, longest)):
                     return sides[0] * _FACTOR, sides[1] * _FACTOR
-        raise BadMedia(f"no size has about {rows} rows")  # never: one row always has
+        raise BadMedia(f"no size has about {rows} rows")  # never happens: one row always has a size
 
     def largest_item_nbytes(self) -> int:
         """See `base.Processor`.
 
-        Of x by y patches, not whole ones, that an image is reduced to, (x - 1) * (y - 1) is less than max_patches, as
-        patches are counted rounded down before it is reduced. Each side is then padded by less than a token.
+        If an image is reduced to x by y patches, not whole numbers, (x - 1) * (y - 1) is less than max_patches, because
+        the patches are rounded down before they are counted. Padding adds less than a token to each side.
         """
         longest, merge, most = self.options.max_side_patches, KIMI_MERGE, self.options.max_patches
         largest = 0
@@ -117,7 +117,7 @@ class KimiK25Processor:
         return largest * self.features * DTYPES[self.options.dtype]
 
     def _most_tokens(self) -> tuple[int, int]:
-        """Of a side, and of an image, that is neither reduced nor padded."""
+        """The most tokens of a side, and of an image, without reduction and padding."""
         longest = self.options.max_side_patches // KIMI_MERGE
         return longest, min(longest**2, self.options.max_patches // KIMI_MERGE**2)
 
@@ -127,8 +127,8 @@ class KimiK25Processor:
         return Plan("image", (1, down, across), (patches, self.features), self.options.dtype, patches // KIMI_MERGE**2)
 
     def _write_patches(self, pixels: npt.NDArray[np.uint8], out: View) -> None:
-        """Normalise (height, width, 3) pixels into `out`: patches row by row, of a patch its channels. One row of
-        patches at a time, so that what is between the two stays in the processor's cache."""
+        """Normalise (height, width, 3) pixels into `out`: patches row by row, and in a patch channel by channel. One
+        row of patches at a time keeps the intermediate values in the CPU's cache."""
         across = pixels.shape[1] // KIMI_PATCH
         bands = out.data.view(self._levels.dtype).reshape(-1, across, CHANNELS, KIMI_PATCH, KIMI_PATCH)
         for row, target in enumerate(bands):
@@ -147,7 +147,7 @@ def _up(value: float, step: int) -> int:
 
 
 def _padded(picture: Image.Image, canvas: Size) -> Image.Image:
-    """A picture with black to its right and below it."""
+    """Extend a picture with black to its right and below it."""
     if picture.size == canvas:
         return picture
     padded = Image.new("RGB", canvas)

@@ -1,4 +1,4 @@
-"""What the 256 levels of a colour become: normalised by a mean and a deviation, as the bits of a tensor's dtype."""
+"""The 256 levels of a colour, normalised by a mean and a deviation, as the bits of a tensor's dtype."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy.typing as npt
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 CHANNELS = len(CLIP_MEAN)
-#: What a share of white becomes: (mean, deviation) of red, green and blue, by the name of the option.
+#: Name of the option -> (mean, deviation) of red, green and blue, where white is 1.
 NORMALISATIONS = {"clip": (CLIP_MEAN, CLIP_STD), "half": ((0.5,) * CHANNELS, (0.5,) * CHANNELS)}
 
 
 def levels_of(dtype: str, normalisation: str) -> npt.NDArray[np.float32 | np.uint16]:
-    """What each of the 256 levels of each channel becomes: (3, 256) of float32, or of bfloat16's bits.
+    """The normalised values of the 256 levels of each channel: (3, 256) of float32, or of bfloat16's bits.
 
-    The arithmetic is in the order and precision of transformers: level times 1/255 in float64, rounded to
-    float32; minus the mean and by the deviation in float32.
+    The arithmetic has the order and precision of transformers: level times 1/255 in float64, rounded to float32; then
+    minus the mean, and divided by the deviation, in float32.
     """
     scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
     mean, std = (np.array(values, np.float32)[:, np.newaxis] for values in NORMALISATIONS[normalisation])

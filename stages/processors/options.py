@@ -1,4 +1,4 @@
-"""The options of the built-in processors, apart from them so that checking a deployment file imports no Pillow."""
+"""The options of the built-in processors. They stand here so that checking a deployment file imports no Pillow."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ QWEN3_VL = {
 
 
 class Qwen2VLOptions(Spec, frozen=True):
-    """Defaults are those of transformers' Qwen2VLImageProcessor (56 x 56 and 28 x 28 x 1280 pixels, patches of 14, and
-    the last is what the model's README advises too) and Qwen2VLVideoProcessor; a test compares them. (Qwen2-VL's own
+    """Defaults are those of transformers' Qwen2VLImageProcessor (56 x 56 and 28 x 28 x 1280 pixels, patches of 14) and
+    Qwen2VLVideoProcessor; a test compares them. The model's README advises the same max_pixels. (Qwen2-VL's own
     preprocessor_config.json allows 12,845,056 pixels, 12 times as many tokens for one large photo.)
     """
 
@@ -35,8 +35,8 @@ class Qwen2VLOptions(Spec, frozen=True):
     max_pixels: Pixels = 28 * 28 * 1280  #: larger images are reduced
     normalisation: Literal["clip", "half"] = "clip"  #: by CLIP's mean and deviation of each colour, or by 0.5 and 0.5
     dtype: Literal["float32", "bfloat16"] = "float32"
-    video_rule: Literal["qwen2-vl", "qwen3-vl"] = "qwen2-vl"  #: how frames are sampled, and what their size goes by
-    video_fps: Annotated[float, Meta(gt=0, le=1000)] = 2.0  #: frames of a second that are looked at
+    video_rule: Literal["qwen2-vl", "qwen3-vl"] = "qwen2-vl"  #: whose rule samples frames
+    video_fps: Annotated[float, Meta(gt=0, le=1000)] = 2.0  #: frames that are sampled from each second
     video_min_frames: Frames = 4
     video_max_frames: Frames = 768
     video_min_pixels: Pixels = 128 * 28 * 28  #: of a frame; with the rule of Qwen3-VL, of all frames together
@@ -59,7 +59,7 @@ class Qwen2VLOptions(Spec, frozen=True):
 
     @property
     def patches(self) -> Patches:
-        """How an image is cut up."""
+        """How an image is cut into patches."""
         return Patches(3 * self.temporal_patch_size * self.patch_size**2, self.merge_size)
 
 

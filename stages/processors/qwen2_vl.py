@@ -1,8 +1,8 @@
-"""Images as Qwen2-VL and later see them: resized to whole patches, normalised, cut into patches in merge order.
+"""The images of Qwen2-VL and later models: resized to whole patches, normalised, cut into patches in merge order.
 
-Equal, bit for bit in float32 and over the same Pillow, to transformers' Qwen2VLImageProcessorPil (5.17 to 5.24) for
-every image that both accept (orientation and modes by `image.py`'s policy). The facts are Qwen2-VL's: resize rule,
-constants and order.
+Results equal those of transformers' Qwen2VLImageProcessorPil (5.17 to 5.24), bit for bit in float32 and with the same
+Pillow, for every image that both accept (`image.py` has the policy for orientation and modes). Resize rule, constants
+and order are Qwen2-VL's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MAX_ASPECT = 200
 class Qwen2VLProcessor:
     """See `base.Processor`. A still image of h x w patches has grid (1, h, w) and h * w / merge_size² tokens.
 
-    Sides are rounded to multiples of patch_size * merge_size and the whole kept within min_pixels and
-    max_pixels, so anything below is enlarged, a single pixel to 56x56; see `resized`.
+    Sides are rounded to multiples of patch_size * merge_size, and the picture is kept between min_pixels and
+    max_pixels. So smaller images are enlarged, a single pixel to 56x56; see `resized`.
     """
 
     writes_on_gpu = True
 
     def __init__(self, options: Mapping[str, object], limits: LimitsSpec) -> None:
-        """`options`: the fields of Qwen2VLOptions. Raises ConfigError naming one that is unknown or wrong."""
+        """options: the fields of Qwen2VLOptions. Raises ConfigError that names an unknown or wrong one."""
         self.options = read_options("tokenizer.options", "qwen2-vl", Qwen2VLOptions, options)
         self.limits = limits
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
@@ -55,20 +55,20 @@ class Qwen2VLProcessor:
         return replace(self._plan(*self.resized(found.width, found.height)), size=(found.width, found.height))
 
     def plan_video(self, video: Video) -> Plan:
-        """Read the headers of the frames that will be looked at; see `footage.py` and `video.py`. Raises BadMedia."""
+        """Read the headers of the sampled frames; see `video_frames.py` and `frame_sampling.py`. Raises BadMedia."""
         *_, plan = self._watched(video)
         return plan
 
     def write_video(self, video: Video, plan: Plan, out: View) -> bytes:
         """Decode, resize and write, one frame after the other; see `write`.
 
-        A patch has temporal_patch_size frames, one behind the other; where they do not come out even, the last is
-        repeated. Pillow resizes (bicubic), where transformers has torchvision's interpolation: on a photo up to 7
-        levels of 256 apart at sharp edges, and 0.04 on average.
+        A patch has temporal_patch_size frames, one behind the other; the last frame is repeated until the patch is
+        whole. Pillow resizes (bicubic), and transformers uses torchvision's interpolation. On a photo they differ by up
+        to 7 levels of 256 at sharp edges, and by 0.04 on average.
         """
         footage, numbers, size, found = self._watched(video)
         if found != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
-            raise BadMedia(f"the video of {len(numbers)} x {size[0]}x{size[1]}, resized, is not the planned one")
+            raise BadMedia(f"the video has {len(numbers)} frames of {size[0]}x{size[1]} and does not match its plan")
         temporal, rows = self.options.temporal_patch_size, plan.grid[1] * plan.grid[2]
         digest = self._digest(f"video {plan.grid}" if out.on_host else f"gpu video {plan.grid}")
         with closing(footage.pictures(padded(numbers, temporal))) as pictures:
@@ -82,30 +82,30 @@ class Qwen2VLProcessor:
         return digest.digest()
 
     def _watched(self, video: Video) -> tuple[Footage, list[int], tuple[int, int], Plan]:
-        """A video, the frames of it that are looked at, the (width, height) they are resized to, and the plan."""
+        """A video, its sampled frames, the (width, height) after resizing, and the plan."""
         footage = footage_of(video, self.limits)
         numbers = sampled(self.options, footage.frames, footage.fps)
-        size = self._size_of_frames(len(numbers), footage.size(numbers))
+        size = self.size_of_frames(len(numbers), footage.size(numbers))
         return footage, numbers, size, self._plan(*size, -(-len(numbers) // self.options.temporal_patch_size))
 
-    def _size_of_frames(self, frames: int, size: tuple[int, int]) -> tuple[int, int]:
-        """The (width, height) that every frame of a video is resized to."""
+    def size_of_frames(self, frames: int, size: tuple[int, int]) -> tuple[int, int]:
+        """The (width, height) of every frame of a video after resizing."""
         _check_aspect(*size)
         if RULES[self.options.video_rule].counts_frames:
             return resized_together(self.options, frames, size)
         return self._resized(*size, self.options.video_min_pixels, self.options.video_max_pixels)
 
     def write(self, data: bytes | memoryview, plan: Plan, out: View) -> bytes:
-        """Decode, resize and write; see `base.Processor`. Two bytes a pixel are needed beside the picture itself.
+        """Decode, resize and write; see `base.Processor`. It needs two bytes a pixel beside the picture itself.
 
-        The hash is over what the tensor is made of: the resized pixels, their size and the settings. So
-        files that differ and give equal tensors have equal hashes too. In GPU memory the GPU resizes (a level may then
-        differ by one from the host's), and the hash is over the decoded pixels.
+        The hash is over the resized pixels, their size and the settings. So different files with equal tensors have
+        equal hashes too. For GPU memory the GPU resizes (a level may differ by one from the host's), and the hash is
+        over the decoded pixels.
         """
         image = upright(data, self.limits)
         size = self.resized(image.width, image.height)
         if self._plan(*size) != plan or (out.dtype, out.shape) != (plan.dtype, plan.shape):
-            raise BadMedia(f"the image of {image.width}x{image.height} is not the one that was planned")
+            raise BadMedia(f"the image has {image.width}x{image.height} pixels and does not match its plan")
         sizes = f"{size[0]}x{size[1]}" if out.on_host else f"gpu {image.width}x{image.height} {size[0]}x{size[1]}"
         pixels = _pixels(image, size, out)
         del image  # up to 160 MB, and not needed while the tensor is written
@@ -124,12 +124,12 @@ class Qwen2VLProcessor:
         return across * down // self.factor**2
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """The (width, height) an image is resized to.
+        """The (width, height) of an image after resizing.
 
-        Each side to the nearest multiple of patch_size * merge_size (half to even), the shape kept; then, where that is
-        over max_pixels, both sides down by one ratio and rounded down (to one multiple at least), or, where it
-        is under min_pixels, both up and rounded up. Very long images can thus stay somewhat over max_pixels.
-        Raises BadMedia for empty sizes and for sides more than 200:1 apart.
+        Each side goes to the nearest multiple of patch_size * merge_size (half to even). If that is over max_pixels,
+        one ratio reduces both sides, which are rounded down, to at least one multiple. If it is under min_pixels, one
+        ratio enlarges both sides, which are rounded up. So very long images can stay somewhat over max_pixels.
+        Raises BadMedia for empty sizes and for an aspect ratio over 200:1.
         """
         _check_aspect(width, height)
         return self._resized(width, height, self.options.min_pixels, self.options.max_pixels)
@@ -150,8 +150,8 @@ class Qwen2VLProcessor:
     def size_for(self, rows: int, aspect: float) -> tuple[int, int]:
         """See `base.Processor`: the number of rows comes first, then the aspect ratio.
 
-        The size is one that `resized` leaves as it is. A count below or above what min_pixels and max_pixels
-        allow gives the nearest allowed; so does one that only more than 200:1 could make, such as a large prime.
+        `resized` does not change the returned size. A count that min_pixels or max_pixels excludes gives the nearest
+        allowed count; so does one that only an aspect ratio over 200:1 could make, such as a large prime.
         """
         token_pixels = self.factor**2
         fewest = -(-self.options.min_pixels // token_pixels)
@@ -164,7 +164,7 @@ class Qwen2VLProcessor:
         raise BadMedia(f"no size has about {rows} rows")  # options allow one token number, and it is a large prime
 
     def largest_item_nbytes(self) -> int:
-        """See `base.Processor`: over every image that is not refused."""
+        """See `base.Processor`. It covers every image that is not refused."""
         factor, least, most = self.factor, self.options.min_pixels, self.options.max_pixels
         # Reduced: within max_pixels, unless the short side is held at one token.
         pixels = max(most, factor * max(factor, math.floor(math.sqrt(most * MAX_ASPECT) / factor) * factor))
@@ -176,7 +176,7 @@ class Qwen2VLProcessor:
         return pixels * CHANNELS * self.options.temporal_patch_size * DTYPES[self.options.dtype]
 
     def _plan(self, width: int, height: int, temporal: int = 0) -> Plan:
-        """The plan of an image resized to this size, or of a video of so many temporal patches."""
+        """The plan of an image of this size after resizing, or of a video with this number of temporal patches."""
         across, down = width // self.options.patch_size, height // self.options.patch_size
         patches = across * down * (temporal or 1)
         rows = patches // self.options.merge_size**2
@@ -186,11 +186,11 @@ class Qwen2VLProcessor:
     def _write_patches(
         self, pixels: npt.NDArray[np.uint8], size: tuple[int, int], out: View, into: slice = slice(None)
     ) -> None:
-        """Normalise (height, width, 3) pixels into `out`, in order: of every merge_size x merge_size
-        block of patches, row by row, its patches; of a patch its channels, of a channel its (equal) frames;
-        into: those of them that are this picture. Pixels have this (width, height); a GPU resizes them to it.
+        """Normalise (height, width, 3) pixels into `out`. The order is row by row of merge_size x merge_size blocks of
+        patches, then the patches of a block, the channels of a patch, and the (equal) frames of a channel.
 
-        One row of blocks at a time, so that what is between the two stays in the processor's cache.
+        size: the (width, height) of the pixels; a GPU resizes them to it. into: the frames to write. One row of blocks
+        at a time keeps the intermediate values in the CPU's cache.
         """
         patch, merge, frames = self.options.patch_size, self.options.merge_size, self.options.temporal_patch_size
         if not out.on_host:
@@ -209,13 +209,13 @@ class Qwen2VLProcessor:
 
 
 def _pixels(picture: Image.Image, size: tuple[int, int], out: View) -> npt.NDArray[np.uint8]:
-    """What a tensor is made of, (height, width, 3): the resized picture; for GPU memory as it is, as a GPU resizes."""
+    """The pixels of a tensor, (height, width, 3): the resized picture, or for GPU memory the picture itself."""
     return np.ascontiguousarray(picture.resize(size, Image.Resampling.BICUBIC) if out.on_host else picture)
 
 
 def _check_aspect(width: int, height: int) -> None:
     if width < 1 or height < 1:
-        raise BadMedia(f"a picture of {width}x{height}")
+        raise BadMedia(f"the picture is {width}x{height}; each side needs a pixel")
     aspect = max(width, height) / min(width, height)
     if aspect > MAX_ASPECT:
         raise BadMedia(f"{width}x{height} is {aspect:.1f}:1; the limit of the aspect ratio is {MAX_ASPECT}:1")

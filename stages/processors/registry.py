@@ -1,4 +1,4 @@
-"""From `tokenizer.processor` to a processor. Imports none, and so no Pillow, before one is asked for."""
+"""Find the processor that `tokenizer.processor` names. No processor, and so no Pillow, is imported before its use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tensorferry.stages.processors.options import QWEN3_VL, KimiK25Options, Qwen
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """What is known of a processor without importing it."""
+    """The properties of a built-in processor that need no import."""
 
     reference: str
     options: type[Qwen2VLOptions | KimiK25Options]
@@ -37,9 +37,9 @@ def check_processor_name(name: str) -> None:
 
 
 def check_processor(name: str, options: Mapping[str, object]) -> None:
-    """Find mistakes in `tokenizer.processor` and its options without importing it: names that do not exist.
+    """Raise ConfigError for an unknown `tokenizer.processor` or unknown options, without an import.
 
-    A plug-in's options are its own to check, when it is built. Raises ConfigError.
+    A plug-in checks its own options when it is built.
     """
     check_processor_name(name)
     if name in BUILT_IN:
@@ -47,7 +47,7 @@ def check_processor(name: str, options: Mapping[str, object]) -> None:
 
 
 def patches_made(name: str, options: Mapping[str, object]) -> Patches | None:
-    """How a processor cuts an image up, without an import; None: not known (a plug-in). Raises ConfigError."""
+    """How a processor cuts an image into patches, without an import. None: a plug-in. Raises ConfigError."""
     check_processor(name, options)
     if name not in BUILT_IN:
         return None
@@ -59,7 +59,7 @@ def patches_made(name: str, options: Mapping[str, object]) -> Patches | None:
 def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec) -> Processor:
     """Import and build a processor: a name of BUILT_IN, or a user's own class, `package.module:Class`.
 
-    Built as `Class(options, limits)`. Raises ConfigError, whatever a plug-in raises.
+    It is built as `Class(options, limits)`. Every exception of a plug-in becomes ConfigError.
     """
     check_processor(name, options)
     found = import_processor(name)
@@ -71,7 +71,7 @@ def make_processor(name: str, options: Mapping[str, object], limits: LimitsSpec)
 
 
 def import_processor(name: str) -> type[Any]:
-    """The class behind a checked name. Raises ConfigError."""
+    """Import the class of a checked name. Raises ConfigError."""
     found = import_class("tokenizer.processor", BUILT_IN[name].reference if name in BUILT_IN else name)
     if not callable(getattr(found, "write", None)):
         raise bad_config("tokenizer.processor", f"{name!r} is not a processor: it has no method write")
@@ -79,7 +79,7 @@ def import_processor(name: str) -> type[Any]:
 
 
 def largest_item_nbytes(name: str, options: Mapping[str, object], limits: LimitsSpec) -> int:
-    """`Processor.largest_item_nbytes` of a processor that is made for it. Raises ConfigError."""
+    """Build a processor and ask for its `largest_item_nbytes`. Raises ConfigError."""
     processor = make_processor(name, options, limits)
     with blamed("tokenizer.processor", f"{name!r} cannot say how large an item can be", unless=name in BUILT_IN):
         return int(processor.largest_item_nbytes())

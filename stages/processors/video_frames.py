@@ -1,4 +1,4 @@
-"""Where the frames of a video come from: a list of encoded pictures, or one animated file with its own timing."""
+"""The frames of a video: a list of encoded pictures, or one animated file with its own timing."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from tensorferry.stages.processors.image_headers import png
 from tensorferry.stages.processors.image_headers.animations import Animation, read_animation
 
 Size = tuple[int, int]  #: width, height
-#: The pixels of all pictures of a video that are decoded, over those that one image may have.
+#: All decoded pictures of a video may have this many times the pixels of one image.
 MOST_PICTURES = 32
 
 
 class Footage(Protocol):
-    """A video's frames, by number from 0 on, as if they came at an even rate."""
+    """A video's frames, numbered from 0 and at an even rate."""
 
     @property
     def frames(self) -> int:
-        """How many there are, one at least."""
+        """The number of frames, at least one."""
 
     @property
     def fps(self) -> float | None:
-        """How many are a second; None: not known."""
+        """Frames a second; None: not known."""
 
     def size(self, numbers: Sequence[int]) -> Size:
-        """The upright (width, height) of these frames, from headers alone. Raises BadMedia, which names the frame: not
-        acceptable, not all of one size, or more pixels in all than may be decoded."""
+        """The upright (width, height) of these frames, from headers alone. Raises BadMedia, which names the frame: it
+        is not acceptable, the sizes differ, or there are more pixels in all than may be decoded."""
 
     def pictures(self, numbers: Sequence[int]) -> Generator[Image.Image]:
-        """These frames, in ascending order, upright and RGB, each decoded when it is asked for, and once where it comes
-        again at once. Raises BadMedia."""
+        """These frames, in ascending order, upright and RGB. Each is decoded when it is needed; a frame that repeats
+        the one before is not decoded again. Raises BadMedia."""
 
 
 def footage_of(video: Video, limits: LimitsSpec) -> Footage:
-    """The frames of a video. Raises BadMedia where there are none, or the file is none that is accepted."""
+    """Read the frames of a video. Raises BadMedia if there are none, or if the file is not accepted."""
     if isinstance(video, Clip):
         if not video.frames:
-            raise BadMedia("a video of no frames")
+            raise BadMedia("the video has no frames")
         return _Listed(video, limits)
     return _Animated(video, read_animation(video.data, contained(video.data, limits)), limits)
 
@@ -74,7 +74,7 @@ class _Listed:
             _check_pixels(f"{len(numbers)} frames", len(numbers), size, self.limits)
         if len(sizes) > 1:
             (first, other) = list(sizes.items())[:2]
-            raise BadMedia("frame {} is {}x{}, frame {} {}x{}".format(first[1], *first[0], other[1], *other[0]))
+            raise BadMedia("frame {} is {}x{}, frame {} is {}x{}".format(first[1], *first[0], other[1], *other[0]))
         return next(iter(sizes))
 
     def pictures(self, numbers: Sequence[int]) -> Generator[Image.Image]:
@@ -89,8 +89,8 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Animated:
-    """Of n pictures that take T seconds it has n frames, T / n apart: frame k is the picture on screen at k * T / n.
-    Where all are shown equally long, that is picture k."""
+    """A file of n pictures that take T seconds has n frames, T / n apart: frame k is the picture on screen at
+    k * T / n. If all pictures have one duration, that is picture k."""
 
     file: AnimatedFile
     animation: Animation
@@ -126,14 +126,14 @@ class _Animated:
                 yield picture
 
     def _shown(self, numbers: Sequence[int]) -> list[int]:
-        """The pictures on screen at these frames' moments."""
+        """The pictures that are on screen at the times of these frames."""
         shown_ms = self.animation.shown_ms
         total, starts = sum(shown_ms), [self.frames * start for start in accumulate(shown_ms, initial=0)]
         return [bisect_right(starts, number * total) - 1 for number in numbers]
 
 
 def _check_pixels(what: str, pictures: int, size: Size, limits: LimitsSpec) -> None:
-    """Raise BadMedia where more is to be decoded than one item may cost."""
+    """Raise BadMedia if the pictures have more pixels than one item may decode."""
     most = limits.item_pixels * MOST_PICTURES
     if pictures * size[0] * size[1] > most:
         limit = f"the limit is {most} pixels in all, {MOST_PICTURES} times limits.item_pixels"
@@ -142,7 +142,7 @@ def _check_pixels(what: str, pictures: int, size: Size, limits: LimitsSpec) -> N
 
 @contextmanager
 def _of_frame(number: int) -> Iterator[None]:
-    """BadMedia that is raised inside is about a frame of a video."""
+    """Name a frame of the video in every BadMedia that is raised inside."""
     try:
         yield
     except BadMedia as problem:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.gpu.busy import keep_busy
 
 from tensorferry.codecs.errors import (
     AttachRefused,
@@ -38,7 +39,6 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, DTYPES, View, view_of
 
 MIB = 1 << 20
-MS = 2_000_000  #: cycles of a millisecond at most; H200: 1.98 GHz
 LONG_MS = 300
 Peer = Any
 Connect = Callable[[Pool, Peer], int]
@@ -176,7 +176,7 @@ def test_gpu_bytes_do_not_go_to_the_host_by_waiting(torch: Any, shop: Shop, unti
 
 def test_ready_comes_after_the_writes(torch: Any, shop: Shop, until: Any) -> None:
     with shop.publisher.draft([("uint8", (1000,))]) as draft:
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         draft.views[0].torch().fill_(9)
         [proxy] = draft.dispatch(shop.column, [])
     assert isinstance(proxy, Proxy)
@@ -188,7 +188,7 @@ def test_ready_comes_after_the_writes(torch: Any, shop: Shop, until: Any) -> Non
 
 def test_what_is_not_ready_is_refused_and_its_release_kept(torch: Any, shop: Shop) -> None:
     with shop.publisher.draft([("uint8", (1000,))]) as draft:
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         [proxy] = draft.dispatch(shop.column, [])
     with pytest.raises(LeaseNotReady), shop.reader.open(proxy):
         raise AssertionError("opened")
@@ -199,7 +199,7 @@ def test_what_is_not_ready_is_refused_and_its_release_kept(torch: Any, shop: Sho
 
 def test_r1_a_cancelled_lease_waits_for_its_writer(torch: Any, shop: Shop) -> None:
     with shop.publisher.draft([("uint8", (1000,))]) as draft:
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         draft.views[0].torch().fill_(9)
     assert shop.out() == 1
     torch.cuda.synchronize()
@@ -210,7 +210,7 @@ def test_the_ack_comes_after_the_reads(torch: Any, shop: Shop, until: Any) -> No
     [proxy] = shop.publish(torch.ones(1000, device="cuda"))
     wait_ready(shop.reader, proxy, until)
     with shop.reader.open(proxy) as view:
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         view.torch().clone()
     assert shop.out() == 1
     with pytest.raises(StaleLease, match="acknowledged here already"):  # though the word is still on its way
@@ -224,11 +224,11 @@ def test_two_streams_one_lease_are_both_waited_for(torch: Any, shop: Shop, until
     wait_ready(shop.reader, proxy, until)
     slow, quick = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(slow), shop.reader.open(proxy) as view:
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         view.torch().clone()
     with torch.cuda.stream(quick), shop.reader.open(proxy) as view:
         view.torch().clone()
-    torch.cuda._sleep(MS)  # long enough for the quick one alone
+    keep_busy(torch, 1)  # long enough for the quick one alone
     torch.cuda.current_stream().synchronize()
     assert shop.out() == 1
     torch.cuda.synchronize()
@@ -239,7 +239,7 @@ def test_an_unread_release_comes_after_the_reads_of_others(torch: Any, shop: Sho
     [proxy] = shop.publish(torch.ones(1000, device="cuda"), uses=2)
     wait_ready(shop.reader, proxy, until)
     with torch.cuda.stream(torch.cuda.Stream()), shop.reader.open(proxy) as view:
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         view.torch().clone()
     shop.reader.acknowledge(proxy)
     assert shop.out() == 1
@@ -251,7 +251,7 @@ def test_work_on_a_side_stream_counts_once_joined(torch: Any, shop: Shop, until:
     side = torch.cuda.Stream()
     with shop.publisher.draft([("uint8", (1000,))]) as draft:
         with torch.cuda.stream(side):
-            torch.cuda._sleep(LONG_MS * MS)
+            keep_busy(torch, LONG_MS)
             draft.views[0].torch().fill_(4)
             draft.views[0].join()
         [proxy] = draft.dispatch(shop.column, [])
@@ -259,7 +259,7 @@ def test_work_on_a_side_stream_counts_once_joined(torch: Any, shop: Shop, until:
     assert not shop.reader.is_ready(proxy)
     wait_ready(shop.reader, proxy, until)
     with shop.reader.open(proxy) as view, torch.cuda.stream(side):
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         view.torch().clone()
         view.join()
     assert shop.out() == 1
@@ -379,7 +379,7 @@ def test_r_a_capture_of_another_thread_is_not_spoiled(
         torch.cuda.synchronize()
         end = request.getfixturevalue("capturing")
         if busy:
-            torch.cuda._sleep(20 * MS)
+            keep_busy(torch, 20)
         [proxy] = shop.publish(source)
         wait_ready(shop.reader, proxy, until)
         with shop.reader.open(proxy) as view:
@@ -444,7 +444,7 @@ def test_l5_a_full_pool_s_draft_is_staged_without_waiting(
 ) -> None:
     with shop.pool.lease(8 * MIB), no_host_waits():
         with shop.publisher.draft([("uint8", (MIB,)), ("float32", (3,))]) as draft:
-            torch.cuda._sleep(LONG_MS * MS)
+            keep_busy(torch, LONG_MS)
             draft.views[0].torch().fill_(7)
             draft.views[1].torch().fill_(1.5)
             assert draft.transport == "inline"
@@ -522,7 +522,7 @@ def test_l1_no_host_wait_between_publish_and_ack(torch: Any, shop: Shop, no_host
     with no_host_waits() as calls:
         for _ in range(50):
             until(lambda: shop.pool.fits([MIB]))
-            torch.cuda._sleep(MS // 10)
+            keep_busy(torch, 0.1)
             [proxy] = shop.publish(source)
             wait_ready(shop.reader, proxy, until)
             with shop.reader.open(proxy) as view:
@@ -657,7 +657,7 @@ def test_detaching_holds_nobody_else_up(
         proxy = msgspec.msgpack.decode(gpu_peer.ask("publish", column, MIB, 5, 0), type=Proxy)
         wait_ready(reader, proxy, until)
         with torch.cuda.stream(torch.cuda.Stream()), reader.open(proxy) as view:
-            torch.cuda._sleep(LONG_MS * MS)
+            keep_busy(torch, LONG_MS)
             read = view.torch().clone()
         thread = threading.Thread(target=reader.detach, args=(pool,))
         thread.start()

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.gpu.busy import keep_busy
 
 from tensorferry.codecs.errors import LeaseNotReady, PoolFull, StaleLease
 from tensorferry.codecs.memory.cuda_driver import Driver
@@ -29,7 +30,6 @@ MIB = 1 << 20
 CHUNK = 64 * MIB
 IDLE_S, FOREVER_S = 0.02, 1000.0
 WAIT_S = 20.0
-MS = 2_000_000  #: cycles of a millisecond at most; H200: 1.98 GHz
 Peer = Any
 Connect = Callable[[Pool, Peer], int]
 encode = msgspec.msgpack.encode
@@ -310,7 +310,7 @@ def test_b2_a_chunk_under_queued_reads_is_not_unmapped(torch: Any, create: Any, 
         proxy = publish(pool, column, torch.full((4 * CHUNK,), 5, dtype=torch.uint8, device="cuda"))
         until(lambda: reader.is_ready(proxy))
         with reader.open(proxy) as view:
-            torch.cuda._sleep(300 * MS)
+            keep_busy(torch, 300)
             right = (view.torch() == 5).all()
         deadline = time.monotonic() + 0.2
         while time.monotonic() < deadline:
@@ -330,7 +330,7 @@ def test_growth_goes_on_beside_a_stream_that_is_held_up(torch: Any, create: Any,
     """B1: no call that it takes waits for a stream."""
     pool = create(8)
     until(lambda: pool.statistics().grown)
-    torch.cuda._sleep(2000 * MS)
+    keep_busy(torch, 2000)
     started = time.monotonic()
     with pool.lease(6 * CHUNK):
         pass
@@ -406,7 +406,7 @@ def test_by_message_complete_bytes_are_told_of_and_finished_reads(torch: Any, cr
     with Reader() as reader:
         column = pool.admit(*reader.attach(*pool.export()))
         with torch.cuda.stream(stream), Publisher(pool).draft([("uint8", (CHUNK,))]) as draft:
-            torch.cuda._sleep(100 * MS)
+            keep_busy(torch, 100)
             draft.views[0].torch().fill_(7)
             assert not draft.prepared(column)
             with pytest.raises(LeaseNotReady):
@@ -415,7 +415,7 @@ def test_by_message_complete_bytes_are_told_of_and_finished_reads(torch: Any, cr
             [proxy] = draft.dispatch(column, [])
         tell(pool, reader)
         with torch.cuda.stream(stream), reader.open(proxy) as view:
-            torch.cuda._sleep(100 * MS)
+            keep_busy(torch, 100)
             right = (view.torch() == 7).all()
         assert tell(pool, reader) == 0, "the read is queued"
         assert not is_at(pool, 1)

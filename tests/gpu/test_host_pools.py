@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.gpu.busy import keep_busy
 
 from tensorferry.codecs.errors import PeerGone
 from tensorferry.codecs.messages import Proxy
@@ -19,7 +20,6 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import View, view_of
 
 MIB = 1 << 20
-MS = 2_000_000  #: cycles of a millisecond at most; H200: 1.98 GHz
 LONG_MS = 300
 Peer = Any
 Connect = Callable[[Pool, Peer], int]
@@ -69,7 +69,7 @@ def test_ready_comes_after_what_the_gpu_writes(torch: Any, written_by_gpu: Pool,
     with Reader() as reader:
         column = written_by_gpu.admit(*reader.attach(*written_by_gpu.export()))
         with Publisher(written_by_gpu).draft([("int32", (1000,))]) as draft:
-            torch.cuda._sleep(LONG_MS * MS)
+            keep_busy(torch, LONG_MS)
             draft.views[0].torch().fill_(5)
             [proxy] = draft.dispatch(column, [])
         assert isinstance(proxy, Proxy)
@@ -88,7 +88,7 @@ def test_a_reader_on_a_gpu_has_local_copies_of_what_the_host_wrote(
     with Reader(device=0) as reader:
         column = written_by_host.admit(*reader.attach(*written_by_host.export()))
         proxies = [publish(written_by_host, column, array + number) for number in range(4)]
-        torch.cuda._sleep(LONG_MS * MS)
+        keep_busy(torch, LONG_MS)
         with reader.open(proxies[0]) as view:
             first = view.torch()
         batch = View.empty("float32", (900, 100), 0)

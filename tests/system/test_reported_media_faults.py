@@ -323,5 +323,5 @@ def test_b42_frames_are_filled_up_and_every_row_is_there(frames: int, temporal: 
 
 
 def test_b42_no_frames_are_an_error_of_the_client() -> None:
-    with pytest.raises(BadMedia, match="a video of no frames"):
+    with pytest.raises(BadMedia, match="the video has no frames"):
         plan(make_processor("qwen3-vl", {}, LIMITS), Clip([], 2.0))

@@ -1,7 +1,7 @@
 """Animated GIF, PNG and WebP files: how long each picture is shown, and checks before Pillow walks to it.
 
-What Pillow would find out picture by picture, with memory already taken, is known here first: that every picture lies
-on the canvas, and how many there are.
+Two facts are checked here that Pillow would find picture by picture, with memory already taken: every picture lies on
+the canvas, and the number of pictures is bounded.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from tensorferry.stages.processors.image_headers.png import read_png
 from tensorferry.stages.processors.image_headers.work import Work
 
 MOST_PICTURES = 4096  #: of one file: as many as a message may have frames
-#: A picture that is to be shown for less than SHORTEST_MS is shown for DEFAULT_MS, as browsers do (Chromium's
-#: DeferredImageDecoder, Firefox's FrameTimeout): most such files mean "at once" and were never seen that fast.
+#: A duration below SHORTEST_MS counts as DEFAULT_MS, as in browsers (Chromium's DeferredImageDecoder, Firefox's
+#: FrameTimeout): most such files mean "at once", and no viewer ever showed them that fast.
 SHORTEST_MS, DEFAULT_MS = 11, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Animation:
-    """An animated file, understood as far as is needed to decode it safely."""
+    """The facts about an animated file that decoding it safely needs."""
 
-    container: Container  #: what Pillow is handed, all pictures in it
-    size: tuple[int, int]  #: of the canvas, so of every picture
-    shown_ms: Sequence[int]  #: how long each picture is shown, all above 0
-    skipped: int = 0  #: pictures that Pillow counts and the animation has not: a PNG's default image
+    container: Container  #: the file for Pillow, with all pictures
+    size: tuple[int, int]  #: of the canvas, and so of every picture
+    shown_ms: Sequence[int]  #: the duration of each picture, above 0
+    skipped: int = 0  #: pictures that Pillow counts, but that are not of the animation: a PNG's default image
 
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """A part of the canvas that a file redraws: where, and for how long it is then shown."""
+    """A part of the canvas that a file redraws, and the duration of the result."""
 
     left: int
     top: int
@@ -45,10 +45,10 @@ class _Picture:
 
 
 def read_animation(data: bytes | memoryview, container: Container) -> Animation:
-    """Read the structure of an animated file; one that has a single picture counts. Nothing is decoded.
+    """Read the structure of an animated file, which may have a single picture. Nothing is decoded.
 
-    container: what `read_container` found in the same data. Raises BadMedia: another format (which it names), broken, a
-    picture off the canvas, more than MOST_PICTURES.
+    container: the result of `read_container` for the same data. Raises BadMedia for another format (which it names), a
+    broken file, a picture off the canvas, and more than MOST_PICTURES.
     """
     read = _READERS.get(container.format)
     if read is None:
@@ -91,7 +91,9 @@ def _read_gif(view: memoryview, container: Container) -> Animation:
         if kind == 0x2C:
             left, top, width, height, flags = unpack_from("<HHHHB", view, position + 1)
             if not pictures and container.covered is not None and not clear:
-                raise BadMedia("a GIF whose first picture leaves some of its canvas without a colour is no video")
+                raise BadMedia(
+                    "a GIF whose first picture leaves some of its canvas without a colour is not accepted as a video"
+                )
             _add(pictures, _Picture(left, top, width, height, 10 * hundredths))
             hundredths, clear = 0, False
             position = blocks_end(view, position + 11 + table_nbytes(flags), work)
@@ -119,8 +121,8 @@ def _read_webp(view: memoryview, container: Container) -> Animation:
 
 
 def _read_png(view: memoryview, container: Container) -> Animation:
-    """Source: W3C PNG, third edition, sections 11.3.6: a chunk fcTL before each picture. One that comes before the
-    first IDAT makes the default image the first picture; else the default image is none."""
+    """Source: W3C PNG, third edition, sections 11.3.6: a chunk fcTL before each picture. If one comes before the
+    first IDAT, the default image is the first picture; otherwise it is no picture of the animation."""
     if container.clear is not None:
         raise BadMedia("an animated PNG with a transparent colour is not accepted; an alpha channel or a palette is")
     pictures: list[_Picture] = []

@@ -12,12 +12,12 @@ _HEADER_PIECES = 64  #: of work, to read one of 32 operating points bit by bit
 
 
 def coded_pixels(picture: memoryview, work: Work) -> int:
-    """The most pixels that decoding one picture may make, by the largest of its sequence headers.
+    """The most pixels that one decoded picture may have, by the largest of its sequence headers.
 
     A still picture's header (`reduced_still_picture_header`) is exact. Otherwise a frame may differ from the
-    header, up to what the width of its size fields allows; encoders choose them as narrow as can be, so
-    that they allow less than twice the header's numbers, and a quarter of the product is what counts here.
-    work: what the file's units count in. Raises BadMedia for what has no sequence header.
+    header, up to the largest number that its size fields can hold. Encoders choose these fields as narrow as
+    possible, so they hold less than twice the header's numbers. So a quarter of their product counts here.
+    work: counts the file's units. Raises BadMedia for a picture without a sequence header.
     """
     largest, position = 0, 0
     while position < len(picture):
@@ -39,7 +39,7 @@ def coded_pixels(picture: memoryview, work: Work) -> int:
 
 
 def _leb128(data: memoryview, position: int) -> tuple[int, int]:
-    """A number in seven bits a byte, least first, and where it ends."""
+    """Read a number in seven bits a byte, least first. Returns it and its end."""
     value = 0
     for shift in range(0, 56, 7):
         byte = data[position]
@@ -74,7 +74,7 @@ class _Bits:
 
 
 def _sequence_pixels(header: memoryview) -> int:
-    """Pixels by one sequence header: see `coded_pixels`."""
+    """The pixels of one sequence header; see `coded_pixels`."""
     bits = _Bits(header)
     bits.take(3)  # profile
     bits.take(1)  # still picture
@@ -89,7 +89,7 @@ def _sequence_pixels(header: memoryview) -> int:
 
 
 def _skip_operating_points(bits: _Bits) -> None:
-    """Pass over timing, decoder model and operating points."""
+    """Skip timing, decoder model and operating points."""
     delay_bits = 0
     if bits.take(1):  # timing
         bits.take(64)

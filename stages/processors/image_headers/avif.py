@@ -1,4 +1,4 @@
-"""AVIF files: what their coded pictures really measure (ISO/IEC 23008-12 boxes around AV1 sequence headers)."""
+"""AVIF files: the true size of their coded pictures (ISO/IEC 23008-12 boxes around AV1 sequence headers)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tensorferry.stages.processors.image_headers.container import ACCEPTED, Cont
 from tensorferry.stages.processors.image_headers.work import Work
 
 IN_FILE, IN_IDAT = 0, 1  #: where an item's bytes lie
-#: How often items are named, times how many there are: libavif searches its list of items, one by one, for each name. A
-#: nanosecond or two each; a grid of 512 cells with transparency has 1,026 items and names them 4,100 times.
+#: Bound for the number of item references times the number of items. libavif searches its list of items, one by one,
+#: for each reference, in a nanosecond or two. A grid of 512 transparent cells has 1,026 items and 4,100 references.
 MOST_SEARCHES = 1 << 23
 Place = tuple[int, int, int]  #: IN_FILE or IN_IDAT, offset, bytes
 
 
 def read_avif(view: memoryview) -> Container:
-    """Find every coded picture of a file and read its size where the decoder does.
+    """Find every coded picture of a file and read its size from the place where the decoder reads it.
 
-    The size that the container gives (`ispe`) is only what a decoded picture is scaled to, so it bounds
-    nothing. Of an animation the still picture beside it is kept, as the file's `avif` brand promises one.
-    EXIF is cleared: by the format it has no say in how a picture is shown; rotation and mirror are boxes of
-    their own, which Pillow reports as an orientation.
+    The container's size (`ispe`) bounds nothing, because a decoded picture is only scaled to it. Of an animation the
+    still picture beside it is kept, as the file's `avif` brand promises one. EXIF is cleared, because by the format it
+    does not affect how a picture is shown. Rotation and mirror are boxes of their own, which Pillow reports as an
+    orientation.
     """
     work = Work("an AVIF", len(view))
     changes: list[tuple[int, bytes]] = []  # offset, what stands there instead
@@ -61,7 +61,7 @@ def read_avif(view: memoryview) -> Container:
     searches = len(named) * len(set(named))
     if searches > MOST_SEARCHES:
         raise BadMedia(
-            f"an AVIF that names {len(set(named))} items {len(named)} times is not accepted; the product of both is "
+            f"an AVIF that refers {len(named)} times to {len(set(named))} items is not accepted; the product is "
             f"{searches}, the limit {MOST_SEARCHES}"
         )
     idat = view[slice(*parts.get(b"idat", (0, 0)))]
@@ -83,7 +83,7 @@ def read_avif(view: memoryview) -> Container:
 
 
 def _boxes(view: memoryview, start: int, end: int, work: Work) -> Iterator[tuple[int, bytes, int, int]]:
-    """The boxes between two offsets: where each starts, its kind, start and end of its contents."""
+    """The boxes between two offsets. Each has its start, its kind, and start and end of its contents."""
     while start + 8 <= end:
         work.piece()
         nbytes, kind = unpack_from(">L4s", view, start)
@@ -99,7 +99,7 @@ def _boxes(view: memoryview, start: int, end: int, work: Work) -> Iterator[tuple
 
 
 def _items(view: memoryview, start: int, end: int, work: Work) -> Iterator[tuple[int, bytes, int]]:
-    """Of each item of an `iinf` box: its id, its kind, and where the kind is written."""
+    """The items of an `iinf` box. Each has its id, its kind, and the offset of the kind."""
     for _, name, at, _ in _boxes(view, start + (6 if view[start] == 0 else 8), end, work):
         if name == b"infe" and view[at] in (2, 3):
             wide = view[at] == 3
@@ -109,7 +109,7 @@ def _items(view: memoryview, start: int, end: int, work: Work) -> Iterator[tuple
 
 
 def _described(view: memoryview, start: int, end: int, work: Work) -> Iterator[int]:
-    """The items that an `iprp` box names: each entry of its `ipma` boxes. The properties (`ipco`) are counted."""
+    """The items that an `iprp` box refers to: the entries of its `ipma` boxes. The properties (`ipco`) are counted."""
     for _, kind, at, stop in _boxes(view, start, end, work):
         if kind == b"ipco":
             for _ in _boxes(view, at, stop, work):
@@ -128,7 +128,7 @@ def _described(view: memoryview, start: int, end: int, work: Work) -> Iterator[i
 
 
 def _linked(view: memoryview, kind: bytes, start: int, end: int, work: Work) -> Iterator[int]:
-    """The items that an `iref` or a `grpl` box names: both ends of every reference, the members of every group."""
+    """The items that an `iref` or a `grpl` box refers to: both ends of each reference, the members of each group."""
     wide = kind == b"grpl" or bool(view[start])
     for _, _, at, stop in _boxes(view, start if kind == b"grpl" else start + 4, end, work):
         if kind == b"grpl":  # version and flags, the group's id, how many members
@@ -143,7 +143,7 @@ def _linked(view: memoryview, kind: bytes, start: int, end: int, work: Work) -> 
 
 
 def _places(view: memoryview, start: int, end: int, work: Work) -> dict[int, list[Place]]:
-    """Item id -> where its extents lie, of an `iloc` box."""
+    """Item id -> the places of its extents, from an `iloc` box."""
     cursor = start + 4
 
     def number(nbytes: int) -> int:
@@ -178,7 +178,7 @@ def _places(view: memoryview, start: int, end: int, work: Work) -> dict[int, lis
 
 
 def _gather(view: memoryview, idat: memoryview, places: list[Place]) -> memoryview:
-    """The bytes of an item. Those of one extent, the usual case, are not copied."""
+    """The bytes of an item. If they have one extent, the usual case, they are not copied."""
     pieces = []
     for method, offset, nbytes in places:
         source = view if method == IN_FILE else idat
@@ -189,7 +189,7 @@ def _gather(view: memoryview, idat: memoryview, places: list[Place]) -> memoryvi
 
 
 def _changed(view: memoryview, changes: Sequence[tuple[int, bytes]]) -> bytes:
-    """The file with these places changed, in one copy."""
+    """Copy the file once, with these places changed."""
     pieces: list[memoryview | bytes] = []
     position = 0
     for offset, new in sorted(changes):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 ORIENTATION = 274
-#: Entries of a directory that are looked at for it: cameras write a few dozen, in ascending order of tags.
+#: Entries of a directory that are searched for it: cameras write a few dozen, in ascending order of tags.
 MAX_FIELDS = 512
 
 #: Bytes of one value of each field type; BigTIFF adds the last three.
@@ -24,8 +24,8 @@ class Field:
     tag: int
     kind: int
     count: int
-    entry: int  #: where the entry lies in the file
-    value: int  #: where its values lie; beyond the file if the file lies
+    entry: int  #: offset of the entry in the file
+    value: int  #: offset of its values; a wrong file may put it beyond the end
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class Directory:
     view: memoryview
     order: str  #: "<" or ">"
     big: bool  #: BigTIFF: 64-bit offsets
-    count: int  #: entries it says it has
+    count: int  #: entries that it declares
     start: int  #: of its entries
 
     @property
@@ -48,11 +48,11 @@ class Directory:
 
     @property
     def next(self) -> int:
-        """Where the offset of the next directory lies."""
+        """The place of the next directory's offset."""
         return self.start + self.count * self.entry_nbytes
 
     def fields(self) -> Iterator[Field]:
-        """The entries, in file order. Raises struct.error where the file ends before they do."""
+        """The entries, in file order. Raises struct.error if the file ends before them."""
         head, inline = ("HHQ", 8) if self.big else ("HHL", 4)
         for entry in range(self.start, self.next, self.entry_nbytes):
             tag, kind, count = struct.unpack_from(self.order + head, self.view, entry)
@@ -70,13 +70,13 @@ class Directory:
         return value
 
     def numbers(self, field: Field) -> tuple[int, ...]:
-        """All values of a field of whole numbers; of any other none. Raises struct.error."""
+        """All values of a field of whole numbers; empty for any other. Raises struct.error."""
         code = _WHOLE.get(field.kind)
         return struct.unpack_from(f"{self.order}{field.count}{code}", self.view, field.value) if code else ()
 
 
 def read_directory(view: memoryview) -> Directory | None:
-    """The first directory of a TIFF structure; None where this is none. Raises struct.error where it is cut."""
+    """Read the first directory of a TIFF structure; None for other data. Raises struct.error if it is truncated."""
     order = {b"II": "<", b"MM": ">"}.get(bytes(view[:2]))
     if order is None:
         return None
@@ -93,7 +93,7 @@ def read_directory(view: memoryview) -> Directory | None:
 def exif_orientation(block: memoryview) -> int | None:
     """The orientation, 1..8, of an EXIF block (a TIFF structure, without the `Exif` prefix).
 
-    Whatever is wrong with the block, the answer is None: a broken tag is no reason to lose a picture.
+    A broken block gives None, because a broken tag is no reason to refuse a picture.
     """
     try:
         directory = read_directory(block)

@@ -1,4 +1,4 @@
-"""Which image formats are accepted, told by content and never by name, and who reads each."""
+"""The accepted image formats, recognised by content and never by name, and the reader of each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tensorferry.stages.processors.image_headers.jpeg import read_jpeg
 from tensorferry.stages.processors.image_headers.png import read_png
 from tensorferry.stages.processors.image_headers.tiff import read_tiff
 
-#: How a file starts -> who reads it. Each reader takes a memoryview of the file, walks it in bounded time
-#: and memory, and raises BadMedia for what is broken or excessive in it.
+#: Start of a file -> its reader. Each reader takes a memoryview of the file, walks it in bounded time and memory, and
+#: raises BadMedia for broken or excessive parts.
 _ACCEPTED = (
     (rb"\xff\xd8\xff", read_jpeg),
     (rb"\x89PNG\r\n\x1a\n", read_png),
@@ -24,7 +24,7 @@ _ACCEPTED = (
     (rb".{4}ftyp(?:avif|avis|mif1|msf1)", read_avif),
     (rb"BM", lambda view: Container("BMP", view, None)),
 )
-#: How a file starts -> what it is: a refusal should say more than "unknown".
+#: Start of a file -> its kind, which the refusal names.
 _REFUSED = (
     (rb"\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51", "JPEG 2000"),
     (rb"\x00\x00\x00\x0cJXL |\xff\x0a", "JPEG XL"),
@@ -39,9 +39,18 @@ _REFUSED = (
     (rb"qoif", "QOI"),
     (rb"DDS ", "DDS"),
     (rb"\x76\x2f\x31\x01", "OpenEXR"),
+    # gzip, zip, zstd, bzip2, xz, 7z, rar; cabinet, LZ4, compress, lzip, framed Brotli (bare Brotli has no signature).
     (rb"\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ\x00|7z\xbc\xaf\x27\x1c|Rar!", "a compressed file"),
+    (rb"MSCF|\x04\x22\x4d\x18|\x1f\x9d|LZIP|\xce\xb2\xcf\x81", "a compressed file"),
     (rb".{257}ustar", "a tar archive"),
+    (rb"07070[127]|\xc7\x71|\x71\xc7", "a cpio archive"),
+    (rb"!<arch>\n", "an ar archive"),
     (rb"SQLite format 3\x00", "an SQLite database"),
+    (rb"ORC", "an ORC file"),
+    (rb"PAR1", "a Parquet file"),
+    (rb"ARROW1", "an Arrow file"),
+    (rb"Obj\x01", "an Avro file"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file"),
 )
 _READERS = tuple((re.compile(start, re.DOTALL), reader) for start, reader in _ACCEPTED)
 _NAMES = tuple((re.compile(start, re.DOTALL), name) for start, name in _REFUSED)
@@ -50,8 +59,8 @@ _NAMES = tuple((re.compile(start, re.DOTALL), name) for start, name in _REFUSED)
 def read_container(data: bytes | memoryview) -> Container:
     """Read an encoded image's container; the result may refer to `data`, which must be contiguous.
 
-    Raises BadMedia for what is empty, no image, of a format that is not accepted (which it names), or
-    broken or excessive in its structure.
+    Raises BadMedia for an empty file, a file that is no image, a format that is not accepted (which it names), and a
+    broken or excessive structure.
     """
     view = memoryview(data).cast("B")
     if not len(view):
@@ -65,4 +74,4 @@ def read_container(data: bytes | memoryview) -> Container:
     for start, name in _NAMES:
         if start.match(view):
             raise BadMedia(f"{name} is not accepted; {ACCEPTED}")
-    raise BadMedia(f"not an image that is known here (it starts with {bytes(view[:8])!r}); {ACCEPTED}")
+    raise BadMedia(f"the file is not an image of a known format (it starts with {bytes(view[:8])!r}); {ACCEPTED}")

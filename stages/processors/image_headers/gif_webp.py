@@ -1,4 +1,4 @@
-"""GIF and WebP files: their headers say all there is to check."""
+"""GIF and WebP files. Their headers have all that is checked."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tensorferry.stages.processors.image_headers.work import Work
 
 
 def read_gif(view: memoryview) -> Container:
-    """Walk a GIF to its first picture. The canvas is the screen, or the picture where that reaches further.
+    """Walk a GIF to its first picture. The canvas is the screen, or the picture if it reaches further.
 
-    What the picture does not cover of the canvas is empty.
+    The part of the canvas that the picture does not cover is empty.
     """
     width, height, flags = unpack_from("<HHB", view, 6)
     work = Work("a GIF", len(view))
@@ -24,21 +24,21 @@ def read_gif(view: memoryview) -> Container:
         if kind == 0x2C:  # a picture
             left, top, across, down, _ = unpack_from("<HHHHB", view, position + 1)
             if not across or not down:
-                raise BadMedia(f"a GIF whose first picture is {across}x{down}")
+                raise BadMedia(f"the first picture of the GIF is {across}x{down}; each side needs a pixel")
             box = (left, top, left + across, top + down)
             size = (max(width, box[2]), max(height, box[3]))
             return Container("GIF", view, size, covered=None if box == (0, 0, *size) else box)
         if kind == 0x21:  # an extension: its kind, then blocks up to an empty one
             position = blocks_end(view, position + 2, work, steps=4)  # Pillow walks over these too, in Python
         elif kind == 0x3B:
-            raise BadMedia("a GIF without a picture")
+            raise BadMedia("the GIF has no picture")
         else:
-            raise BadMedia(f"a GIF with an unknown block 0x{kind:02X}")
+            raise BadMedia(f"the GIF has an unknown block 0x{kind:02X}")
 
 
 def blocks_end(view: memoryview, position: int, work: Work, *, steps: int = 1) -> int:
-    """Where the blocks of a GIF's extension or picture that start at `position` end, behind the empty one. steps: of
-    work, a block."""
+    """The end, behind the empty block, of the blocks of a GIF's extension or picture that start at `position`. steps:
+    work of a block."""
     for blocks in range(work.left // steps):
         nbytes = view[position]
         position += 1 + nbytes
@@ -57,7 +57,7 @@ def read_webp(view: memoryview) -> Container:
     """Walk a WebP's chunks (RFC 9649): the size of the canvas, which Pillow allocates on opening, and EXIF."""
     end = 8 + unpack_from("<L", view, 4)[0]
     if end > len(view):
-        raise BadMedia("truncated: the WebP ends before it says")
+        raise BadMedia(f"truncated: the WebP has {len(view)} bytes, and its header says {end}")
     size = _webp_size(view)
     work = Work("a WebP", len(view))
     exif: list[int | None] = []  # of the first block there is, and no other
@@ -82,7 +82,7 @@ def read_webp(view: memoryview) -> Container:
 
 
 def _with_alpha(view: memoryview) -> bytes | memoryview:
-    """An animated WebP made to say that it has transparency: what its pictures leave of the canvas is black if not."""
+    """Set the transparency flag of an animated WebP; without it, the uncovered part of its canvas would be black."""
     if bytes(view[12:16]) != b"VP8X" or not view[20] & 0x02 or view[20] & 0x10:
         return view
     return b"".join((view[:20], bytes([view[20] | 0x10]), view[21:]))
@@ -101,7 +101,7 @@ def _webp_size(view: memoryview) -> tuple[int, int]:
         across, down = (int.from_bytes(view[at : at + 3], "little") for at in (24, 27))
         size = (across + 1, down + 1)
     else:
-        raise BadMedia("a WebP that starts with no picture")
+        raise BadMedia("the WebP does not start with a picture")
     if not all(size):
-        raise BadMedia(f"a WebP of size {size[0]}x{size[1]}")
+        raise BadMedia(f"the WebP has size {size[0]}x{size[1]}; each side needs a pixel")
     return size

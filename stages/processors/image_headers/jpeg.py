@@ -19,7 +19,7 @@ SOI, EOI, SOS, DQT, DRI, DHP, EXP, TEM = 0xD8, 0xD9, 0xDA, 0xDB, 0xDD, 0xDE, 0xD
 APP0, APP1, APP14, APP15, COM = 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
 RESTARTS = range(0xD0, 0xD8)
 ARITHMETIC = frozenset({0xC9, 0xCA})
-#: Bytes that no scan reads that is whole, and from which one that is not makes a noise.
+#: Bytes that a whole scan never reads, and that a short scan decodes as noise.
 TAIL = bytes((7 * at * at + 31 * at + 90) % 251 + 1 for at in range(509))
 #: Start of frame: all of 0xC0..0xCF but DHT, JPG and DAC.
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -29,18 +29,18 @@ DECODABLE = frozenset({0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
 #: The two segments that say how colours are coded.
 COLOUR_SEGMENTS = frozenset({(APP0, b"JFIF\0"), (APP14, b"Adobe")})
 
-#: Bytes that are searched for a marker at once: they and what is made of them stay in a core's cache.
+#: Bytes that are searched for a marker at once: they and their masks fit in a core's cache.
 _BLOCK = 1 << 16
 _TABLE_PIECES = 4  #: of work, for Pillow to read a segment, or one of its quantization tables
-_SEARCH_PIECES = 8  #: of work, to search where a marker does not stand at once
+_SEARCH_PIECES = 8  #: of work, to search if no marker stands at the position
 
 
 def read_jpeg(view: memoryview) -> Container:
     """Walk a JPEG from SOI to EOI and keep tables, frame and scans, and the two segments that say how colours
-    are coded (JFIF's APP0, Adobe's APP14). What comes after EOI (second pictures, films) is left behind.
+    are coded (JFIF's APP0, Adobe's APP14). Data behind EOI (second pictures, films) are dropped.
 
-    Bytes between segments that belong to none are skipped, as libjpeg does. Raises BadMedia where the end
-    is missing: libjpeg would invent it and fill the rest with gray.
+    Stray bytes between segments are skipped, as in libjpeg. Raises BadMedia if the end is missing, because libjpeg
+    would add it and fill the rest with gray.
     """
     kept: list[bytes | memoryview] = [b"\xff\xd8"]
     size: tuple[int, int] | None = None
@@ -58,7 +58,7 @@ def read_jpeg(view: memoryview) -> Container:
         if marker in RESTARTS or marker == TEM:  # stand alone, and mean nothing here
             continue
         if marker == SOI:
-            raise BadMedia("a JPEG starts anew within itself")
+            raise BadMedia("the JPEG has a second start-of-image marker")
         end = position + unpack_from(">H", view, position)[0]
         segment = view[position + 2 : end]
         if end > len(view):
@@ -86,14 +86,14 @@ def read_jpeg(view: memoryview) -> Container:
         kept.append(view[start:end])
         position = end
     if not size or not scans:
-        raise BadMedia("a JPEG without a picture")
+        raise BadMedia("the JPEG has no picture")
     kept.append(b"\xff\xd9")
     return Container("JPEG", b"".join(kept), size, next(filter(None, exif + xmp), UPRIGHT))
 
 
 def _marker(view: memoryview, position: int, work: Work, *, in_scan: bool = False) -> int:
-    """Where the next marker starts, 0xFF with a byte behind it that is neither 0 nor 0xFF. in_scan: restart markers are
-    part of the scan. Raises BadMedia where there is none."""
+    """The start of the next marker: 0xFF with a byte behind it that is neither 0 nor 0xFF. in_scan: restart markers are
+    part of the scan. Raises BadMedia if there is none."""
     size = 512
     while position + 1 < len(view):
         code = view[position + 1]
@@ -122,15 +122,15 @@ def _read_frame(marker: int, segment: memoryview) -> tuple[int, int]:
         raise BadMedia(f"JPEG of {precision} bits a sample is not accepted; 8 is")
     if components not in (1, 3, 4):
         raise BadMedia(f"JPEG of {components} components is not accepted; 1, 3 and 4 are")
-    if not width or not height:  # height 0: to be told after the first scan (DNL), which libjpeg refuses too
-        raise BadMedia(f"a JPEG of size {width}x{height}")
+    if not width or not height:  # height 0: it follows after the first scan (DNL), and libjpeg refuses that too
+        raise BadMedia(f"the JPEG has size {width}x{height}; each side needs a pixel")
     return width, height
 
 
 def with_tails(data: bytes | memoryview) -> bytes | None:
-    """What `read_jpeg` has made, or a strip of a TIFF, with bytes behind every scan that mean nothing. A decoder makes
-    the same picture of it exactly if every scan has all of its data. None: that cannot be said, as an arithmetic scan
-    may leave its end out. Raises BadMedia where the end is missing."""
+    """Add meaningless bytes behind every scan of a result of `read_jpeg`, or of a strip of a TIFF. It decodes to the
+    same picture exactly if every scan has all of its data. None: unknown, because an arithmetic scan may omit its end.
+    Raises BadMedia if the end is missing."""
     view = memoryview(data)
     work = Work("a JPEG", len(view))
     pieces: list[bytes | memoryview] = [view[:2]]
@@ -153,8 +153,8 @@ def with_tails(data: bytes | memoryview) -> bytes | None:
 
 
 def restarts(data: bytes | memoryview) -> tuple[int, int]:
-    """How many restart markers are in the first scan of what `read_jpeg` has made, and how many its size asks for; (0,
-    0) where there are to be none, or the scan has not all components."""
+    """The number of restart markers in the first scan of a result of `read_jpeg`, and the number that its size needs;
+    (0, 0) if it needs none, or if the scan lacks components."""
     view = memoryview(data)
     work, position, interval, units, components = Work("a JPEG", len(view)), 2, 0, 0, 0
     while view[position + 1] != EOI:

@@ -14,28 +14,27 @@ from tensorferry.stages.processors.image_headers.exif import exif_orientation
 from tensorferry.stages.processors.image_headers.work import Work
 
 GRAY, COLOUR, PALETTE = 0, 2, 3
-#: Colour type -> (channels, bit depths there are).
+#: Colour type -> (channels, possible bit depths).
 _KINDS = {0: (1, (1, 2, 4, 8, 16)), 2: (3, (8, 16)), 3: (1, (1, 2, 4, 8)), 4: (2, (8, 16)), 6: (4, (8, 16))}
 _KEPT = frozenset({b"IHDR", b"IDAT", b"IEND"})
 _ANIMATED = _KEPT | {b"acTL", b"fcTL", b"fdAT"}
-#: Where ImageMagick keeps EXIF, as lines of hexadecimal digits, from the days before PNG had a chunk for it.
+#: ImageMagick's text chunk for EXIF, in hexadecimal digits; it is older than PNG's own chunk.
 _LEGACY = re.compile(rb"Raw profile type (?:exif|APP1)\0", re.IGNORECASE)
 _LEGACY_NBYTES = 1 << 18  #: of its text; EXIF has at most 64 KiB
 _XMP = b"XML:com.adobe.xmp\0\0\0"  #: keyword, then "not compressed"
 
 
 def read_png(view: memoryview, *, animated: bool = False) -> Container:
-    """Walk a PNG from IHDR to IEND and keep the chunks that make the first picture of it, or (animated) all.
+    """Walk a PNG from IHDR to IEND and keep the chunks that make its first picture, or (animated) all pictures.
 
-    Policy: a chunk that makes pixels and whose checksum is wrong is refused, as strict decoders do; Pillow
-    alone would show what a damaged IDAT happens to inflate to. A palette picture has one palette, of 1 to 256 whole
-    colours, before its pixels. A tRNS chunk that is out of place or of a wrong length says nothing, as in libpng.
-    Animations are their default image.
+    A chunk that makes pixels is refused if its checksum is wrong, as in strict decoders; Pillow alone would show the
+    pixels of a damaged IDAT. A palette picture has one palette, of 1 to 256 whole colours, before its pixels. A tRNS
+    chunk out of place or of a wrong length is ignored, as in libpng. An animation becomes its default image.
     """
     wanted = _ANIMATED if animated else _KEPT
     kept: list[bytes | memoryview] = [view[:8]]
     work = Work("a PNG", len(view))
-    orientations: dict[str, int | None] = {}  # by where it stands; of each place the first is looked at, and no other
+    orientations: dict[str, int | None] = {}  # by place; only the first of each place is read
     shape: tuple[int, int, int, int] | None = None
     clear: tuple[int, ...] | None = None
     colours = 0  # of the palette
@@ -52,16 +51,16 @@ def read_png(view: memoryview, *, animated: bool = False) -> Container:
             raise BadMedia(f"truncated: the PNG ends within a chunk {name!r}")
         if shape is None:
             if name != b"IHDR" or not _is_sound(view[position:end]):
-                raise BadMedia("a PNG that does not start with a sound IHDR chunk")
+                raise BadMedia("the PNG does not start with a sound IHDR chunk")
             shape = _read_header(body)
         elif name == b"IHDR":
-            raise BadMedia("a PNG of two IHDR chunks")
+            raise BadMedia("the PNG has two IHDR chunks")
         if name in wanted or name in (b"PLTE", b"tRNS"):
             if not _is_sound(view[position:end]):
                 raise BadMedia(f"the checksum of a PNG chunk {name!r} is wrong")
         if name in wanted:
             if name == b"IDAT" and shape[3] == PALETTE and not colours:
-                raise BadMedia("a palette PNG without a palette (PLTE) before its pixels")
+                raise BadMedia("the palette PNG is without a palette (PLTE) before its pixels")
             kept.append(view[position:end])
             pictured |= name == b"IDAT"
         elif name == b"PLTE":
@@ -80,12 +79,12 @@ def read_png(view: memoryview, *, animated: bool = False) -> Container:
             if place not in orientations:
                 orientations[place] = _ORIENTATION[place](body) if _is_sound(view[position:end]) else None
         elif not name[0] & 0x20:
-            raise BadMedia(f"a PNG chunk {name!r} that must be understood is not known")
+            raise BadMedia(f"the PNG has a critical chunk {name!r} that is not known")
         position = end
         if name == b"IEND":
             break
     if not pictured:
-        raise BadMedia("a PNG without a picture")
+        raise BadMedia("the PNG has no picture")
     orientation = next((found for place in _ORIENTATION if (found := orientations.get(place))), UPRIGHT)
     return Container("PNG", b"".join(kept), shape[:2], orientation, clear=clear, several=animated)
 
@@ -97,7 +96,7 @@ def _is_sound(chunk: memoryview) -> bool:
 
 
 def _place(name: bytes, body: memoryview) -> str | None:
-    """Which of the places for an orientation a chunk is; None: none."""
+    """The place for an orientation that a chunk is, or None."""
     if name == b"eXIf":
         return "exif"
     if name in (b"tEXt", b"zTXt") and _LEGACY.match(body):
@@ -111,39 +110,39 @@ def _read_header(body: memoryview) -> tuple[int, int, int, int]:
         raise BadMedia(f"a PNG header of {len(body)} bytes; 13 are right")
     width, height, depth, colour = unpack_from(">LLBB", body)
     if not (0 < width < 1 << 31 and 0 < height < 1 << 31):
-        raise BadMedia(f"a PNG of size {width}x{height}")
+        raise BadMedia(f"the PNG has size {width}x{height}; each side needs a pixel")
     if colour not in _KINDS or depth not in _KINDS[colour][1]:
-        raise BadMedia(f"a PNG of colour type {colour} with {depth} bits a sample; there is no such PNG")
+        raise BadMedia(f"the PNG has colour type {colour} with {depth} bits a sample, which the format does not have")
     return width, height, depth, colour
 
 
 def _read_palette(body: memoryview, colours: int, pictured: bool) -> int:
-    """How many colours a palette has. colours: of one that came before; pictured: pixels came before."""
+    """The number of colours of a palette. colours: those of an earlier palette. pictured: pixels came before."""
     if colours:
-        raise BadMedia("a PNG of two palettes (PLTE)")
+        raise BadMedia("the PNG has two palettes (PLTE)")
     if pictured:
-        raise BadMedia("a PNG whose palette (PLTE) comes behind its pixels")
+        raise BadMedia("the palette (PLTE) of the PNG comes behind its pixels")
     if len(body) % 3 or not 0 < len(body) <= 3 * 256:
-        raise BadMedia(f"a PNG palette of {len(body)} bytes; 3 to 768 are right, three a colour")
+        raise BadMedia(f"the PNG palette has {len(body)} bytes; it must have 3 to 768, three a colour")
     return len(body) // 3
 
 
 def _read_clear(body: memoryview, depth: int, colour: int) -> tuple[int, ...] | None:
-    """The transparent colour of a tRNS chunk, as Pillow decodes it: gray of less than 8 bits scaled up. Bits above the
-    depth say nothing (W3C PNG, 11.3.1.1)."""
+    """The transparent colour of a tRNS chunk, as Pillow decodes it: gray of less than 8 bits is scaled up. Bits above
+    the depth are ignored (W3C PNG, 11.3.1.1)."""
     most = (1 << depth) - 1
     if colour == GRAY and len(body) == 2:
         gray = unpack_from(">H", body)[0] & most
         return (gray * 255 // most if depth < 8 else gray,)
     if colour == COLOUR and len(body) == 6:
         if depth != 8:  # Pillow keeps only the high bytes, so near colours would become transparent too
-            raise BadMedia("a PNG of 16 bits a channel with a transparent colour is not accepted")
+            raise BadMedia("a PNG of 16 bits a channel with a transparent colour is not accepted; use an alpha channel")
         return tuple(sample & most for sample in unpack_from(">HHH", body))
     return None
 
 
 def _legacy_orientation(body: memoryview, *, inflate: bool = False) -> int | None:
-    """The orientation in a text chunk that holds a raw EXIF profile; None where it is broken."""
+    """The orientation in a text chunk with a raw EXIF profile; None if the profile is broken."""
     found = _LEGACY.match(body)
     assert found is not None
     text = body[found.end() :]
@@ -158,7 +157,7 @@ def _legacy_orientation(body: memoryview, *, inflate: bool = False) -> int | Non
     return exif_orientation(memoryview(block.removeprefix(b"Exif\0\0")))
 
 
-#: Where an orientation may stand -> who reads it there; the first that has one wins.
+#: Place of an orientation -> its reader; the first place with an orientation counts.
 _ORIENTATION: Mapping[str, Callable[[memoryview], int | None]] = {
     "exif": exif_orientation,
     "tEXt": _legacy_orientation,
@@ -172,8 +171,8 @@ _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4),
 
 
 def check_whole(data: bytes | memoryview, first: int = 0, last: int = 0) -> None:
-    """Inflate pictures `first` to `last` of what `read_png` has made, counted as Pillow does, and keep nothing of them.
-    Raises BadMedia where one has fewer bytes than its size asks for: Pillow would leave the rest black."""
+    """Inflate pictures `first` to `last` of a result of `read_png`, numbered as in Pillow, and keep nothing. Raises
+    BadMedia if a picture has fewer bytes than its size needs, because Pillow would leave the rest black."""
     view = memoryview(data)
     size = unpack_from(">LL", view, 16)
     picture = _Inflated(view, 0, *size)
@@ -197,7 +196,7 @@ def check_whole(data: bytes | memoryview, first: int = 0, last: int = 0) -> None
 
 
 class _Inflated:
-    """One picture of a PNG while it is counted."""
+    """One picture of a PNG, while its bytes are counted."""
 
     def __init__(self, view: memoryview, number: int, width: int, height: int) -> None:
         self.number = number
@@ -219,7 +218,7 @@ class _Inflated:
 
 
 def _pixel_nbytes(width: int, height: int, depth: int, colour: int, interlaced: int) -> int:
-    """Bytes of a picture's rows, each behind the byte that names its filter."""
+    """Bytes of a picture's rows, with a byte for the filter before each."""
     bits = depth * _KINDS[colour][0]
     total = 0
     for left, top, across, down in _PASSES if interlaced else ((0, 0, 1, 1),):

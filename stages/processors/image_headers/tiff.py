@@ -1,7 +1,9 @@
-"""TIFF files: what is checked before Pillow reads their first directory, and after (TIFF 6.0)."""
+"""TIFF files: the checks before and after Pillow reads their first directory (TIFF 6.0)."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from math import ceil
 from struct import pack
 
@@ -12,8 +14,8 @@ from tensorferry.stages.processors.image_headers import jpeg
 from tensorferry.stages.processors.image_headers.container import MAX_XMP_NBYTES, Container
 from tensorferry.stages.processors.image_headers.exif import MAX_FIELDS, read_directory
 
-#: Values of one field of numbers, such as the strips of a picture: each becomes Python objects in Pillow, a hundred
-#: times its size in the file.
+#: Values of one field of numbers, such as the strips of a picture. Pillow makes Python objects of each, a hundred times
+#: its size in the file.
 MAX_VALUES = 1 << 14
 _BYTES = (1, 2, 6, 7)  #: kinds of fields that stay bytes
 PHOTOMETRIC, COMPRESSION, BITS, PLANAR, SAMPLES = 262, 259, 258, 284, 277
@@ -21,20 +23,25 @@ WIDTH, HEIGHT, ROWS_A_STRIP, STRIP_OFFSETS, STRIP_NBYTES = 256, 257, 278, 273, 2
 TILE_WIDTH, TILE_HEIGHT, TILE_OFFSETS, TILE_NBYTES = 322, 323, 324, 325
 XMP, JPEG_TABLES, COLOUR_MAP = 700, 347, 320
 WHITE_IS_ZERO, SEPARATE_PLANES, UNCOMPRESSED = 0, 2, 1
-#: Bytes of one field that Pillow is given, which copies them and makes objects of some: longer ones are profiles and
-#: layers. Those that tell where the pixels are it is given whole.
+#: Bytes of one field that Pillow gets. It copies them and makes objects of some; longer fields are profiles and layers.
+#: The fields that locate the pixels are exempt.
 MOST_NBYTES = 1 << 12
 _WHOLE = frozenset({BITS, STRIP_OFFSETS, STRIP_NBYTES, TILE_OFFSETS, TILE_NBYTES, JPEG_TABLES, COLOUR_MAP})
-#: Fax codes and JPEG: what libtiff fills up without a word where the data end.
+#: Fax codes and JPEG: libtiff fills them up without an error if the data end early.
 _FILLED = frozenset({2, 3, 4, 7, 32771})
 _JPEG = 7
+_DEFLATE = frozenset({8, 32946})
+#: Bytes that the streams of all strips may have behind their pixels.
+MOST_BEHIND = 1 << 20
+FILL_ORDER, REVERSED_BITS = 266, 2
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def read_tiff(view: memoryview) -> Container:
-    """Check what a TIFF's first directory costs to read; what it says, Pillow reads."""
+    """Bound the cost of reading a TIFF's first directory. Pillow reads its contents."""
     directory = read_directory(view)
     if directory is None:
-        raise BadMedia("a TIFF header of an unknown version")
+        raise BadMedia("the TIFF header has an unknown version")
     if directory.count > MAX_FIELDS:
         raise BadMedia(f"a TIFF directory of {directory.count} entries is not accepted; {MAX_FIELDS} are")
     if directory.next + (8 if directory.big else 4) > len(view):
@@ -57,7 +64,7 @@ def read_tiff(view: memoryview) -> Container:
 
 
 def _changed(view: memoryview, changes: list[tuple[int, bytes]]) -> bytes:
-    """The file with these places changed, in one copy; they are in ascending order."""
+    """Copy the file once, with these places, in ascending order, changed."""
     pieces: list[memoryview | bytes] = []
     position = 0
     for offset, new in changes:
@@ -73,12 +80,12 @@ def white(image: TiffImageFile) -> tuple[int, bool]:
 
 
 def tile_pixels(image: TiffImageFile) -> int:
-    """Of one tile, which is decoded whole; 0 where it has none."""
+    """The pixels of one tile, which is decoded whole; 0 without tiles."""
     return _number(image, TILE_WIDTH) * _number(image, TILE_HEIGHT)
 
 
 def check_whole(image: TiffImageFile) -> None:
-    """Raise BadMedia where the strips or tiles of a picture are fewer, or shorter, than its size asks for: libtiff
+    """Raise BadMedia if the strips or tiles of a picture are fewer, or shorter, than its size needs, because libtiff
     would leave the rest black."""
     width, height = _number(image, WIDTH), _number(image, HEIGHT)
     planes = _number(image, SAMPLES, 1) if image.tag_v2.get(PLANAR) == SEPARATE_PLANES else 1
@@ -95,8 +102,7 @@ def check_whole(image: TiffImageFile) -> None:
             f"truncated: the TIFF has {found} of the {wanted * planes} {what} of its {width}x{height} pixels"
         )
     if image.tag_v2.get(COMPRESSION, UNCOMPRESSED) == UNCOMPRESSED and nbytes in image.tag_v2:
-        bits = image.tag_v2.get(BITS, (1,))
-        row = ceil(width * (sum(bits) if len(bits) > 1 else bits[0] * _number(image, SAMPLES, 1)) / 8)
+        row = _row_nbytes(image, width)
         written = sum(image.tag_v2[nbytes])
         if planes == 1 and written < row * height:
             raise BadMedia(
@@ -105,8 +111,8 @@ def check_whole(image: TiffImageFile) -> None:
 
 
 def with_tails(data: bytes | memoryview) -> bytes | None:
-    """The file with bytes behind the data of every strip or tile of fax codes or JPEG that mean nothing: libtiff makes
-    the same picture of it exactly if each has all of its data. None: of another compression, which needs no look."""
+    """Add meaningless bytes behind every strip or tile of fax codes or JPEG. The file decodes to the same picture
+    exactly if each has all of its data. None: another compression, which needs no check."""
     view = memoryview(data)
     directory = read_directory(view)
     assert directory is not None
@@ -120,9 +126,7 @@ def with_tails(data: bytes | memoryview) -> bytes | None:
     end = len(view)
     stored = list(zip(directory.numbers(places), directory.numbers(lengths), strict=False))
     moved: dict[tuple[int, int], tuple[int, int]] = {}  # equal strips may lie in the same place
-    total = sum(nbytes for _, nbytes in set(stored))
-    if total > 2 * len(view):
-        raise BadMedia(f"a TIFF whose strips overlap is not accepted: they have {total} bytes, the file {len(view)}")
+    _check_overlap(stored, len(view))
     for start, nbytes in stored:
         if (start, nbytes) not in moved:
             strip = view[start : start + nbytes]
@@ -140,6 +144,53 @@ def with_tails(data: bytes | memoryview) -> bytes | None:
         pieces.append(values)
         end += len(values)
     return b"".join((_changed(view, sorted(changes)), *pieces))
+
+
+def check_checksums(data: bytes | memoryview, image: TiffImageFile) -> None:
+    """Inflate each strip or tile of a deflate TIFF, and keep nothing. Raises BadMedia if a zlib stream is damaged or
+    its checksum is wrong: libtiff stops when it has all pixels, before the checksum."""
+    if image.tag_v2.get(COMPRESSION) not in _DEFLATE:
+        return
+    view = memoryview(data)
+    tiled = TILE_OFFSETS in image.tag_v2
+    places, lengths = (TILE_OFFSETS, TILE_NBYTES) if tiled else (STRIP_OFFSETS, STRIP_NBYTES)
+    stored = dict.fromkeys(zip(image.tag_v2.get(places, ()), image.tag_v2.get(lengths, ()), strict=False))
+    _check_overlap(stored, len(view))
+    height = _number(image, HEIGHT)
+    rows = _number(image, TILE_HEIGHT) if tiled else min(_number(image, ROWS_A_STRIP, height) or height, height)
+    wanted = rows * _row_nbytes(image, _number(image, TILE_WIDTH if tiled else WIDTH))
+    left = MOST_BEHIND
+    for number, (start, nbytes) in enumerate(stored):
+        what = f"{'tile' if tiled else 'strip'} {number} of the TIFF"
+        stream = zlib.decompressobj()
+        piece: bytes | memoryview = view[start : start + nbytes]
+        if image.tag_v2.get(FILL_ORDER) == REVERSED_BITS:
+            piece = bytes(piece).translate(_REVERSED)
+        found = 0
+        try:
+            while piece and not stream.eof and found <= wanted + left:
+                found += len(stream.decompress(piece, 1 << 18))
+                piece = stream.unconsumed_tail
+        except zlib.error as problem:
+            raise BadMedia(f"{what} cannot be inflated: {problem}") from None
+        left -= max(found - wanted, 0)
+        if left < 0:
+            raise BadMedia(f"{what} has more than the {wanted} bytes of its pixels")
+        if not stream.eof:
+            raise BadMedia(f"truncated: {what} ends before its checksum")
+
+
+def _check_overlap(stored: Iterable[tuple[int, int]], nbytes: int) -> None:
+    """Raise BadMedia if strips share so many bytes that a small file would cost much. stored: (offset, bytes)."""
+    total = sum(length for _, length in set(stored))
+    if total > 2 * nbytes:
+        raise BadMedia(f"a TIFF whose strips overlap is not accepted: they have {total} bytes, the file {nbytes}")
+
+
+def _row_nbytes(image: TiffImageFile, width: int) -> int:
+    """Bytes of a row of all samples."""
+    bits = image.tag_v2.get(BITS, (1,))
+    return ceil(width * (sum(bits) if len(bits) > 1 else bits[0] * _number(image, SAMPLES, 1)) / 8)
 
 
 def _number(image: TiffImageFile, tag: int, otherwise: int = 0) -> int:

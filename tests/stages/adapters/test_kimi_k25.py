@@ -164,7 +164,7 @@ def test_in_bfloat16_we_are_as_near_to_float32_as_transformers_is(theirs: Any, c
 def test_what_is_compiled_takes_items_of_any_size(
     theirs: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     adapter = make(checkpoint, compile=True)
     for items in (ITEMS, ITEMS[:1], ITEMS[::5]):
@@ -215,7 +215,7 @@ def test_the_deployment_file_needs_only_its_path_set(checkpoint: Path, tmp_path:
 
 def test_items_that_it_cannot_take_are_named() -> None:
     adapter = make(None)
-    for bad, problem in ((item_of(9, (5, 2, 2)), "5 frames; at most 4"), (item_of(9, (1, 3, 4)), "blocks")):
+    for bad, problem in ((item_of(9, (5, 2, 2)), "5 frames; the limit is 4"), (item_of(9, (1, 3, 4)), "blocks")):
         with pytest.raises(BadItem, match=problem) as caught:
             encode(adapter, [ITEMS[0], bad])
         assert caught.value.index == 9

@@ -151,7 +151,7 @@ def test_transformers_works_nothing_out_of_the_grids(adapter: str) -> None:
     tower = make(adapter).tower
     pixels = {item.index: pixels_of(adapter, item) for item in ITEMS}
     expected = directly(tower.model, ITEMS, pixels)
-    batch = joined([tower._tables_of(item.grid) for item in ITEMS])
+    batch = tower.batch([item.grid for item in ITEMS], torch.device("cpu"))
     nonsense = torch.full((1, 3), -1)
     with torch.inference_mode():
         found = tower.model(torch.cat([pixels[item.index] for item in ITEMS]), grid_thw=nonsense, **batch)
@@ -162,9 +162,7 @@ def test_transformers_works_nothing_out_of_the_grids(adapter: str) -> None:
 def test_a_forward_pass_reads_nothing_back_from_its_device(adapter: str) -> None:
     """On torch's meta device a tensor has no values, so that whoever asks for one fails."""
     tower, meta = make(adapter).tower, torch.device("meta")
-    tables = [tower._tables_of(item.grid) for item in ITEMS]
-    tower._tables.get = lambda grids, device: [each.to(device) for each in tables]
-    tower._follow(meta)
+    tower.model.to(meta)
     patches = sum(item.patches for item in ITEMS)
     with torch.inference_mode():
         outputs = tower.forward(torch.empty(patches, FEATURES[adapter], device=meta), [item.grid for item in ITEMS])

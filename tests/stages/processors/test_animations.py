@@ -198,7 +198,7 @@ def test_a_gif_of_crumbs_is_refused_before_it_costs_seconds() -> None:
     head = b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0x80, 0, 0) + bytes(6)
     crumbs = b"," + struct.pack("<HHHHB", 0, 0, 8, 8, 0) + b"\x02" + b"\1x" * 60_000 + b"\0"
     assert problem_of(head + crumbs * 9 + b";") == (
-        "a GIF of too many pieces for its size: a file of this length may have 24576 chunks, segments or boxes "
+        "a GIF has too many pieces for its size: a file of this length may have 24576 chunks, segments or boxes "
         "(or 393216 GIF blocks); write it again with any image program"
     )
 
@@ -246,7 +246,7 @@ def test_what_is_no_animated_file_is_refused_by_name() -> None:
         assert problem == f"{kind} is not accepted as a video; GIF, PNG, WEBP or a list of pictures is"
     assert "MP4" in problem_of(b"\0\0\0\x20ftypisom" + bytes(100))
     assert problem_of(b"") == "the file is empty"
-    assert problem_of(b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0, 0, 0) + b";") == "a GIF without a picture"
+    assert problem_of(b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0, 0, 0) + b";") == "the GIF has no picture"
     clear = picture.convert("RGB")
     clear.info["transparency"] = (255, 0, 0)
     with io.BytesIO() as file:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -237,9 +239,9 @@ def test_a_picture_without_data_between_others_is_refused() -> None:
     [
         ((), "without a palette"),
         ((PALETTE, PALETTE), "two palettes"),
-        ((chunk(b"PLTE", bytes(47)),), "a PNG palette of 47 bytes"),
-        ((chunk(b"PLTE", b""),), "a PNG palette of 0 bytes"),
-        ((chunk(b"PLTE", bytes(771)),), "a PNG palette of 771 bytes"),
+        ((chunk(b"PLTE", bytes(47)),), "the PNG palette has 47 bytes"),
+        ((chunk(b"PLTE", b""),), "the PNG palette has 0 bytes"),
+        ((chunk(b"PLTE", bytes(771)),), "the PNG palette has 771 bytes"),
     ],
 )
 def test_a_palette_picture_has_one_whole_palette(chunks: tuple[bytes, ...], problem: str) -> None:
@@ -298,6 +300,104 @@ def test_the_short_pictures_of_the_collection() -> None:
         else:
             with pytest.raises(BadMedia):
                 upright_rgb(path.read_bytes(), LIMITS)
+
+
+def damaged_deflate(fill_order: int = 1, **options: object) -> tuple[bytes, bytes]:
+    """A deflate TIFF, and the same with zeros in the middle of its first strip or tile."""
+    more = {"compression": "tiff_adobe_deflate", **options}
+    more["tiffinfo"] = {266: fill_order, **more.get("tiffinfo", {})}  # type: ignore[dict-item]
+    data = encoded(PHOTO, "TIFF", **more)
+    with Image.open(io.BytesIO(data)) as image:
+        tags = image.tag_v2  # type: ignore[attr-defined]
+        start, nbytes = (tags.get(tag, tags.get(other))[0] for tag, other in ((324, 273), (325, 279)))
+    middle = start + nbytes // 2
+    return data, data[:middle] + bytes(40) + data[middle + 40 :]
+
+
+DEFLATE: Mapping[str, dict[str, object]] = {
+    "one strip": {},
+    "strips": {"strip_size": 160 * 3 * 16},
+    "tiles": {"tiffinfo": {322: 64, 323: 64}},
+    "a predictor": {"tiffinfo": {317: 2}},
+    "bits in reverse order": {"fill_order": 2},
+    "BigTIFF": {"big_tiff": True},
+}
+
+
+@pytest.mark.parametrize("name", DEFLATE)
+def test_a_deflate_tiff_whose_checksum_is_wrong_is_refused(name: str) -> None:
+    """libtiff has all pixels before it comes to the checksum, and does not look at it."""
+    data, damaged = damaged_deflate(**DEFLATE[name])  # type: ignore[arg-type]
+    assert (upright_rgb(data, LIMITS) == np.asarray(PHOTO)).all()
+    with pytest.raises(BadMedia, match=r"cannot be inflated|decoder error"):
+        upright_rgb(damaged, LIMITS)
+
+
+def with_strip(stream: bytes) -> bytes:
+    """A gray TIFF of 64 x 64 with this stream as its only strip."""
+    fields = ((256, 64), (257, 64), (258, 8), (259, 8), (262, 1), (273, 200), (278, 64), (279, len(stream)))
+    entries = b"".join(struct.pack("<HHLL", tag, 4, 1, value) for tag, value in fields)
+    head = b"II*\0" + struct.pack("<LH", 8, len(fields)) + entries + bytes(4)
+    return head.ljust(200, b"\0") + stream
+
+
+def test_what_stands_behind_the_pixels_of_a_deflate_strip_is_bounded() -> None:
+    pixels = bytes(range(64)) * 64
+    assert upright_rgb(with_strip(zlib.compress(pixels + bytes(4096))), LIMITS).shape == (64, 64, 3)
+    assert upright_rgb(with_strip(zlib.compress(pixels) + b"more"), LIMITS).shape == (64, 64, 3)
+    with pytest.raises(BadMedia, match="more than the 4096 bytes of its pixels"):
+        upright_rgb(with_strip(zlib.compress(pixels + bytes(64 << 20))), LIMITS)
+    with pytest.raises(BadMedia, match="truncated: strip 0 of the TIFF ends before its checksum"):
+        upright_rgb(with_strip(zlib.compress(pixels)[:-4]), LIMITS)
+
+
+def test_deflate_strips_that_overlap_are_not_inflated_one_by_one() -> None:
+    data = encoded(PHOTO, "TIFF", compression="tiff_adobe_deflate", strip_size=160 * 3 * 16)
+    directory = read_directory(memoryview(data))
+    assert directory is not None
+    fields = {field.tag: field for field in directory.fields()}
+    overlapping = bytearray(data)
+    for at in range(fields[279].count):
+        start = struct.unpack_from("<L", data, fields[273].value + 4 * at)[0]
+        struct.pack_into("<L", overlapping, fields[279].value + 4 * at, len(data) - start)
+    with pytest.raises(BadMedia, match="overlap"):
+        upright_rgb(bytes(overlapping), LIMITS)
+
+
+DECODE = """
+import sys
+from pathlib import Path
+from tensorferry.pipeline.deployment.spec import LimitsSpec
+from tensorferry.stages.processors.base import BadMedia
+from tensorferry.stages.processors.image import upright
+for path in map(Path, sys.argv[1:]):
+    try:
+        upright(path.read_bytes(), LimitsSpec())
+    except BadMedia:
+        print(path.name)
+"""
+
+
+@pytest.mark.processes
+def test_the_libraries_below_write_nothing_to_stderr(tmp_path: Path) -> None:
+    """Neither libtiff's own lines, nor those of the JPEG library in it, nor Pillow's warnings and log lines."""
+    compressions = {"tiff_adobe_deflate": "RGB", "tiff_lzw": "RGB", "jpeg": "RGB", "group3": "1", "group4": "1"}
+    for name, mode in compressions.items():
+        data = encoded(PHOTO.convert(mode), "TIFF", compression=name)
+        with Image.open(io.BytesIO(data)) as image:
+            start, nbytes = (image.tag_v2[tag][0] for tag in (273, 279))  # type: ignore[attr-defined]
+        pixels = start + nbytes // 3
+        (tmp_path / name).write_bytes(data[:pixels] + b"\xff\x00\x5a" * 20 + data[pixels + 60 :])
+    two = bytearray(encoded(PHOTO, "TIFF"))
+    at = two.index(struct.pack("<HHL", 259, 3, 1), struct.unpack_from("<L", two, 4)[0])
+    struct.pack_into("<L", two, at + 4, 2)  # Pillow warns of a second value
+    (tmp_path / "values").write_bytes(two)
+    (tmp_path / "samples").write_bytes(with_field(encoded(PHOTO, "TIFF", compression="tiff_lzw"), 277, 999))
+    files = sorted(tmp_path.iterdir())
+    command = [sys.executable, "-c", DECODE, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True)
+    assert done.stderr == ""
+    assert {"tiff_adobe_deflate", "tiff_lzw", "samples"} <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", None])

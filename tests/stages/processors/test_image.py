@@ -376,6 +376,19 @@ def test_png_chunk_that_makes_pixels_must_be_sound():
         (encoded(Image.new("RGB", (9, 9)), "PDF"), "PDF is not accepted"),
         (b"\0\0\0\x18ftypheic" + bytes(40), "HEIC is not accepted"),
         (b" \n<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"MSCF" + bytes(40), "a compressed file is not accepted"),  # a cabinet file
+        (b"\xce\xb2\xcf\x81" + bytes(40), "a compressed file is not accepted"),  # Brotli's framing format
+        (b"\x04\x22\x4d\x18" + bytes(40), "a compressed file is not accepted"),  # LZ4
+        (b"\x1f\x9d\x90" + bytes(40), "a compressed file is not accepted"),  # compress
+        (b"LZIP\x01" + bytes(40), "a compressed file is not accepted"),
+        *((start + bytes(106), "a cpio archive is not accepted") for start in (b"070701", b"070702", b"070707")),
+        *((start + bytes(40), "a cpio archive is not accepted") for start in (b"\xc7\x71", b"\x71\xc7")),
+        (b"!<arch>\n" + bytes(40), "an ar archive is not accepted"),
+        (b"ORC" + bytes(40), "an ORC file is not accepted"),
+        (b"PAR1" + bytes(40), "a Parquet file is not accepted"),
+        (b"ARROW1\0\0" + bytes(40), "an Arrow file is not accepted"),
+        (b"Obj\x01" + bytes(40), "an Avro file is not accepted"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file is not accepted"),
         (b"\x80\x04\x95", "not an image"),
     ],
 )
@@ -433,7 +446,7 @@ PROBLEMS = {
     "bomb_header_60000x60000.png": "60000x60000 is 3600000000 pixels; the limit is 40000000",
     "bomb_real_1bit_20000x20000.png": "20000x20000 is 400000000 pixels; the limit is 40000000",
     "bomb_sof_65500x65500.jpg": "65500x65500 is 4290250000 pixels; the limit is 40000000",
-    "no_frames.gif": "a GIF without a picture",
+    "no_frames.gif": "the GIF has no picture",
     "svg_renamed.png": "SVG, XML or HTML is not accepted",
     "text_renamed.jpg": "not an image",
     "truncated.jpg": "truncated: the JPEG has no end-of-image",
@@ -441,7 +454,7 @@ PROBLEMS = {
     "truncated_header.jpg": "truncated",
     "truncated_idat.png": "truncated: the PNG ends within a chunk b'IDAT'",
     "zero_bytes.jpg": "the file is empty",
-    "zero_dim.png": "a PNG of size 0x10",
+    "zero_dim.png": "the PNG has size 0x10",
 }
 
 

@@ -346,7 +346,7 @@ def test_pillow_s_debug_lines_cost_nothing_in_a_process_that_logs_at_debug(caplo
 def test_what_is_too_dear_is_the_files_own_fault_with_both_numbers() -> None:
     problem = planned(memoryview(SHAPES["png, empty chunks"](MIB)))
     assert problem == (
-        "a PNG of too many pieces for its size: a file of this length may have 12288 chunks, segments or boxes "
+        "a PNG has too many pieces for its size: a file of this length may have 12288 chunks, segments or boxes "
         "(or 196608 GIF blocks); write it again with any image program"
     )
 

@@ -239,7 +239,7 @@ def test_what_cannot_be_used_says_why() -> None:
     with pytest.raises(BadMedia, match="takes no videos"):
         plan(by, Clip([data], None))
     planned = by.plan(data)
-    with pytest.raises(BadMedia, match="50x57 is not the one that was planned"):
+    with pytest.raises(BadMedia, match="50x57 pixels and does not match its plan"):
         write(by, png(noise(50, 57)), planned, View.empty(planned.dtype, planned.shape))
 
 

@@ -164,7 +164,7 @@ def test_another_image_than_the_planned_is_refused_and_the_home_is_left_alone():
     by = processor()
     plan = by.plan(png(noise(280, 140)))
     out = home(plan)
-    with pytest.raises(BadMedia, match="140x280 is not the one that was planned"):
+    with pytest.raises(BadMedia, match="140x280 pixels and does not match its plan"):
         by.write(png(noise(140, 280)), plan, out)
     assert (out.data == 0xA5).all()
 

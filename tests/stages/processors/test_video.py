@@ -159,8 +159,8 @@ def test_sizes_are_those_of_transformers(
 ) -> None:
     """Golden: `smart_resize` of transformers 5.17, of images with Qwen2-VL's limits of a frame, and of videos with
     Qwen3-VL's, those of its video_preprocessor_config.json."""
-    assert processor("qwen2-vl")._size_of_frames(frames, (width, height)) == qwen2
-    assert processor("qwen3-vl")._size_of_frames(frames, (width, height)) == qwen3
+    assert processor("qwen2-vl").size_of_frames(frames, (width, height)) == qwen2
+    assert processor("qwen3-vl").size_of_frames(frames, (width, height)) == qwen3
 
 
 # --- the tensor ---------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_frames_of_equal_bytes_and_another_grid_have_another_hash(monkeypatch: p
     """The same frames, resized to 84 x 28 and to 28 x 84: for equal options there is one size, so it is put in."""
     by, clip, hashes = processor(), Clip([flat(60, 60)] * 2, None), []
     for size in ((84, 28), (28, 84)):
-        monkeypatch.setattr(Qwen2VLProcessor, "_size_of_frames", lambda self, frames, found, size=size: size)
+        monkeypatch.setattr(Qwen2VLProcessor, "size_of_frames", lambda self, frames, found, size=size: size)
         hashes.append(written(by, clip)[2])
     assert len(set(hashes)) == 2
 
@@ -281,9 +281,9 @@ def test_where_a_gpu_resizes_a_video_is_the_same_to_one_level(
 @pytest.mark.parametrize(
     ("frames", "problem"),
     [
-        ([], "a video of no frames"),
+        ([], "the video has no frames"),
         ([png(noise(64, 32)), b"no picture"], "frame 1: "),
-        ([png(noise(64, 32)), png(noise(64, 32)), png(noise(32, 64))], "frame 1 is 64x32, frame 2 32x64"),
+        ([png(noise(64, 32)), png(noise(64, 32)), png(noise(32, 64))], "frame 1 is 64x32, frame 2 is 32x64"),
         ([png(noise(1, 201))], r"1x201 is 201\.0:1; the limit"),
         ([png(noise(101, 100))], r"frame 0: 101x100 is 10100 pixels; the limit is 10000 \(limits\.item_pixels\)"),
         ([png(noise(100, 100))] * 33, r"33 frames of 100x100; the limit is 320000 pixels in all, 32 times limits\."),
@@ -307,7 +307,7 @@ def test_another_video_than_the_planned_is_refused() -> None:
     by = processor("qwen3-vl")
     planned = by.plan_video(clip_of(4))
     for other in (clip_of(4, 128, 32), clip_of(6)):
-        with pytest.raises(BadMedia, match="is not the planned one"):
+        with pytest.raises(BadMedia, match="does not match its plan"):
             by.write_video(other, planned, View.empty(planned.dtype, planned.shape))
 
 
