@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -21,6 +23,7 @@ from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, req
 from tensorferry.cli.replay import PLAIN_WIDTH
 from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.codecs.system.atomic_file import write_whole
+from tensorferry.pipeline.process.run_process import signal_when_parent_dies
 from tensorferry.replay.results.comparison import compare, find_runs, grouped
 from tensorferry.replay.results.out_folder import filled, in_use
 from tensorferry.replay.results.result_folder import read_run
@@ -171,6 +174,7 @@ def _replay(
             stdout=log,
             stderr=log,
             pass_fds=(descriptor,),
+            preexec_fn=partial(_end_with, os.getpid()),  # a sweep has one thread
         )
         interrupted = False
 
@@ -188,6 +192,13 @@ def _replay(
                     interrupted = True
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _end_with(sweep_pid: int) -> None:
+    """In the replay's process: it is terminated when the sweep is gone, however that ended."""
+    signal_when_parent_dies(signal.SIGTERM)
+    if os.getppid() != sweep_pid:  # it ended before that call
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _log_of(folder: Path) -> Path:

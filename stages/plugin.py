@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from traceback import extract_tb
+from types import FrameType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
@@ -57,20 +60,45 @@ def import_class(key: str, reference: str) -> type[Any]:
 def blamed(key: str, what: str, *, unless: bool = False) -> Iterator[None]:
     """Whatever a plug-in raises inside the block leaves it as a ConfigError naming `key`: `what: KeyError: 'x'`.
 
-    Also what is no Exception, such as SystemExit. A ConfigError of this file's keys passes: it says more; so does the
-    user's Ctrl-C.
+    Also what is no Exception, such as SystemExit. A ConfigError of this file's keys passes: it says more. The user's
+    Ctrl-C passes too, but not a KeyboardInterrupt that the plug-in raises.
     unless: of what is built in, a bug keeps its traceback.
     """
+    interrupts: list[int] = []
     try:
-        yield
-    except KeyboardInterrupt:
-        raise
+        with _counting_interrupts(interrupts):
+            yield
     except BaseException as problem:  # a plug-in may raise anything
+        if isinstance(problem, KeyboardInterrupt) and interrupts:
+            raise
         if unless or (isinstance(problem, ConfigError) and all(one.file == UNPLACED for one in problem.each)):
             raise
         text, name = " ".join(text_of(problem, 500).split()), " ".join(type(problem).__name__.split())
         reason = f"{name}: {text}" if text else name
         raise bad_config(key, f"{what}: {reason}{_place(problem)}") from problem
+
+
+@contextmanager
+def _counting_interrupts(interrupts: list[int]) -> Iterator[None]:
+    """Append each SIGINT that this process gets within the block, and handle it as before.
+
+    A handler runs, and raises KeyboardInterrupt, in the main thread alone: in another thread there is none to count.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def count(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGINT, count)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is count:  # else the plug-in has set its own
+            signal.signal(signal.SIGINT, handler)
 
 
 def _place(problem: BaseException) -> str:

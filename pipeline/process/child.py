@@ -26,23 +26,23 @@ log = structlog.get_logger()
 BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0  #: the pause before a restart after two short lives, doubled for each more
 KILL_S = 10.0  #: for the kernel to end a killed process; GPU work in flight takes it up to a second
 
-#: What libraries take their number of threads from.
+#: Variables from which libraries take their number of threads.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-#: glibc then copies 16 MiB and more past the caches, which halves the time of such a copy and of reading it (see
-#: docs/performance.md); smaller ones are better read from a cache. Its own threshold is three quarters of the last
-#: cache, which on a shared machine is mostly somebody else's. Read when a process starts; other C libraries ignore it.
+#: With this setting, glibc copies 16 MiB and more past the caches, which halves the time of such a copy and of reading
+#: it (see docs/performance.md). Smaller copies are better read from a cache. The default threshold is three quarters of
+#: the last cache, which other processes use too. It is read when a process starts; other C libraries ignore it.
 COPY_VARIABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
 
 _READY = b"ready\n"  #: see `Tether.announce`
 
 
 class Child:
-    """A stage process; holds its pidfd and the reading end of its status pipe until it is waited for."""
+    """A stage process. It holds its pidfd and the reading end of its status pipe until it is reaped."""
 
     def __init__(self, stage: str, rank: int, process: subprocess.Popen[bytes], status: int) -> None:
         self.stage, self.rank, self.process = stage, rank, process
         self.ready = False
-        self.last_words = ""  #: of one that ended before it was ready, where it knew why
+        self.last_words = ""  #: why it ended before it was ready, if it has said so
         self._ready_at = self._ended_at = 0.0
         self._status = status
         self._pidfd = os.pidfd_open(process.pid)
@@ -90,10 +90,10 @@ class Child:
         return f"was killed by {names.get(-status, f'signal {-status}')}"
 
     async def announced(self) -> None:
-        """Until it is ready; for ever if it never will be."""
+        """Wait until the process is ready, without end if it never is."""
         await readable(self._status)
         said = os.read(self._status, LAST_WORDS_NBYTES)
-        if said != _READY:  # it has ended
+        if said != _READY:  # the process has ended
             self.last_words = said.decode(errors="replace")
             await asyncio.get_running_loop().create_future()
         self.ready, self._ready_at = True, time.monotonic()
@@ -105,7 +105,7 @@ class Child:
         try:
             ended, _ = await asyncio.wait(waits, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
             if not ended:
-                log.error("stage_late", stage=self.stage, rank=self.rank)
+                log.error("stage_start_timeout", stage=self.stage, rank=self.rank)
                 self.kill()
         finally:
             for wait in waits:
@@ -118,17 +118,17 @@ class Child:
 
     @property
     def was_ready_s(self) -> float:
-        """For how long it was, of one that has ended."""
+        """For how long a process that has ended was ready."""
         return self._ended_at - self._ready_at if self.ready else 0.0
 
     async def ended(self) -> None:
-        """Until its process has ended and been waited for."""
+        """Wait until the process has ended, and reap it."""
         if self.process.returncode is None:
             await readable(self._pidfd)
             self._reap()
 
     def wait(self, patience_s: float) -> bool:
-        """The same without the event loop, for the last moment; False: it has not."""
+        """Wait without the event loop. False: the process has not ended."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         ended = bool(poll.poll(patience_s * 1000))
@@ -147,12 +147,12 @@ class Child:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _reap(self) -> None:
-        """Its process has ended, and is not waited for yet: so its number, and its group's, are still its own."""
-        with suppress(ProcessLookupError, PermissionError):  # whatever it has left behind
+        """Reap a process that has ended. Until then no other process can have its pid or process group."""
+        with suppress(ProcessLookupError, PermissionError):  # the processes that it has started
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._ended_at = time.monotonic()
-        os.set_blocking(self._status, False)  # a process that left the group may hold the other end
+        os.set_blocking(self._status, False)  # a process that left the group may have the writing end
         with suppress(BlockingIOError):
             if said := os.read(self._status, LAST_WORDS_NBYTES).removeprefix(_READY):
                 self.last_words = said.decode(errors="replace")

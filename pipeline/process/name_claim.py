@@ -69,31 +69,35 @@ def address(text: str) -> bytes:
 
 
 def _bind(listener: socket.socket, name: bytes) -> None:
+    problem, remedy = "", ""
     for _ in range(TRIES):
         try:
             listener.bind(name)
             listener.listen(BACKLOG)
             return
-        except OSError as problem:
-            if problem.errno != errno.EADDRINUSE:
-                log.warning("name_not_claimed", problem=problem.strerror)
+        except OSError as refusal:
+            if refusal.errno != errno.EADDRINUSE:
+                log.warning("name_not_claimed", problem=refusal.strerror)
                 return
         try:
             holder = _holder(name)
         except ConnectionRefusedError:
+            problem, remedy = "its holder does not listen, so it is not ours", _REMEDY
             time.sleep(RETRY_S)  # the kernel tells nobody when a name can be had; no event loop runs yet
             continue
-        except OSError as problem:
-            log.warning("name_not_claimed", problem=f"its holder does not say who it is: {problem.strerror}")
+        except OSError as refusal:
+            log.warning("name_not_claimed", problem=f"its holder does not say who it is: {refusal.strerror}")
             return
         if holder.uid == os.geteuid():
-            if _has_ended(holder.pid):  # its sockets are about to go
+            if _has_ended(holder.pid):  # the kernel is about to close its sockets, unless a child has them too
+                problem = f"{holder} bound it and has ended, but a child of that process still holds it"
+                remedy = f"end the children of that process, {_OR_ELSE}"
                 time.sleep(RETRY_S)  # as above
                 continue
             raise Claimed(holder)
         log.warning("name_not_claimed", problem=f"{holder} of user {holder.uid} holds it", remedy=_REMEDY)
         return
-    log.warning("name_not_claimed", problem="its holder does not listen, so it is not ours", remedy=_REMEDY)
+    log.warning("name_not_claimed", problem=problem, remedy=remedy)
 
 
 def _holder(name: bytes) -> Holder:
@@ -116,4 +120,5 @@ def _has_ended(pid: int) -> bool:
     return False
 
 
-_REMEDY = "ask that user to end it, or set runtime_dir; until then the lock file alone keeps a second one out"
+_OR_ELSE = "or set runtime_dir; until then only the lock file prevents a second start"
+_REMEDY = f"ask that user to end it, {_OR_ELSE}"

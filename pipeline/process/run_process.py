@@ -110,7 +110,7 @@ class Tether:
         supervisor's event loop; where that ends early, the supervisor has ended its stages already.
         """
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in children too
-        _when_parent_dies(signal.SIGHUP)
+        signal_when_parent_dies(signal.SIGHUP)
         if self.cut:  # before that call
             os.kill(os.getpid(), signal.SIGHUP)
 
@@ -138,7 +138,7 @@ class Tether:
         threading.Thread(target=self._watch, args=(told, lost), name="lifeline", daemon=True).start()
 
     def _watch(self, told: Callable[[], None], lost: Callable[[], None]) -> None:
-        _when_parent_dies(signal.SIGCONT)  # beside the SIGHUP: one that is stopped would not hear of it
+        signal_when_parent_dies(signal.SIGCONT)  # beside the SIGHUP: one that is stopped would not hear of it
         if os.read(self.lifeline, 1):
             told()
             _hang_up(self.lifeline).poll()
@@ -313,7 +313,7 @@ def _kill_group() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _when_parent_dies(number: signal.Signals) -> None:
+def signal_when_parent_dies(number: signal.Signals) -> None:
     """Have the kernel send this process a signal then; each of its threads can ask for one of its own.
 
     Source: prctl(2), PR_SET_PDEATHSIG.

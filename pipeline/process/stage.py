@@ -190,9 +190,9 @@ class Stage:
     def refused(self, problem: BadMessage) -> None:
         """Count and log a message that this process does not take; it lives on."""
         self.counters.count("messages_refused")
-        left_out = self.refusals.take()  # asked first: to make a line costs more than all the rest of a refusal
-        if left_out is not None:
-            log.warning("message_refused", problem=str(problem), **({"left_out": left_out} if left_out else {}))
+        suppressed = self.refusals.take()  # asked first: to make a line costs more than all the rest of a refusal
+        if suppressed is not None:
+            log.warning("message_refused", problem=str(problem), **({"suppressed": suppressed} if suppressed else {}))
 
     def front_door(self) -> FrontDoor:
         """Where clients come to this process, with the deployment's keys if it has some; closed with the channels."""

@@ -1,11 +1,11 @@
-"""A whole deployment as one block: started, watched, healed, and stopped without a trace.
+"""A whole deployment as one block: the supervisor starts it, restarts stages that die, and stops it.
 
-A stage that dies once all have been ready is started again, the first time at once and then ever later; its peers see
-to what it had. One that dies again and again stops the deployment: whatever ails it, starting it is no cure.
+When a stage dies after all have been ready, it is restarted, the first time at once and then after longer and longer
+pauses. Its peers recover its work. A stage that dies too often in a row stops the deployment.
 
-Each stage process leads a process group of its own, so a Ctrl-C in the terminal reaches the supervisor alone, and
-what a stage has started goes with it. It is tied to the supervisor by a lifeline (see `lifecycle.Tether`): however the
-supervisor ends, its stages follow.
+Each stage process leads its own process group, so a Ctrl-C in the terminal reaches the supervisor alone, and the
+processes that a stage has started end with it. A lifeline ties stages to the supervisor (see `run_process.Tether`):
+they end when the supervisor ends, however it ended.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from tensorferry.pipeline.recording import traffic
 
 log = structlog.get_logger()
 
-#: Upstream first: whoever is asked to drain next then gets nothing new any more.
+#: Upstream first, so that a stage gets no new work by the time it is asked to drain.
 DRAIN_ORDER = ("tokenizer", "encoder", "scheduler")
-FAILED_DRAIN_S = 5.0  #: grace period where something has failed and the rest can hardly finish its work
-CANCEL_S = 3.0  #: for stages to end by themselves once they are told to cancel
-STARTING_CANCEL_S = 0.3  #: for those that are not ready: one that imports, or blocks its loop, does not hear of it
+FAILED_DRAIN_S = 5.0  #: grace period after a failure, when the other stages can hardly finish their work
+CANCEL_S = 3.0  #: for stages to end after they are told to cancel
+STARTING_CANCEL_S = 0.3  #: for stages that are not ready: a stage that imports, or blocks its loop, is not told
 
 Command = Callable[[str, int], Sequence[str]]  #: (stage, rank) -> argument list
 
 
 class Supervisor:
-    """A running deployment. Made by `running`."""
+    """A running deployment. `running` makes it."""
 
     def __init__(self, deployment: Deployment, command: Command) -> None:
         self._deployment, self._command = deployment, command
         self._children: list[Child] = []
         self._lifeline = os.pipe()
-        self._whole = False  # everybody has been ready
+        self._whole = False  # all stages have been ready
 
     @classmethod
     @asynccontextmanager
@@ -61,17 +61,17 @@ class Supervisor:
         *,
         command: Command | None = None,
     ) -> AsyncIterator[Supervisor]:
-        """Every stage of the deployment, ready, for the length of the block; its end drains them, in order.
+        """Start every stage, and run the block once all are ready. Its end drains them in order.
 
-        config_file, overrides: what `deployment` was loaded from; the stages load it again and check that it is
-        the same. command: how a stage is started, for tests. When a stage dies before all are ready, or too often
-        afterwards (`restarts`), the block is cancelled, the rest is stopped, and DeploymentError raised; so too when
-        the deployment runs already, or is not ready in time, or does not drain within its grace period. When the block
-        is cancelled the stages are, too.
+        config_file, overrides: what `deployment` was loaded from. The stages load it again and check that it is the
+        same. command: how a stage is started, for tests. When a stage dies before all are ready, or too often
+        afterwards (`restarts`), the block is cancelled and the other stages are stopped. DeploymentError is raised
+        then, and also if the deployment runs already, is not ready in time, or does not drain within its grace
+        period. When the block is cancelled, the stages are cancelled too.
         """
         command = command or start_command(config_file, overrides)
         if deployment.security.keys is not None:
-            ServerKeys.read(deployment.security.keys)  # else every stage would say so
+            ServerKeys.read(deployment.security.keys)  # otherwise every stage would report the same mistake
         async with AsyncExitStack() as undo:
             runtime = Runtime.of(deployment)
             undo.enter_context(runtime.own("deployment", 0, str(config_file)))
@@ -79,7 +79,7 @@ class Supervisor:
             runtime.sweep()
             undo.callback(runtime.sweep)
             for stage, rank in inboxes(deployment, runtime, *DRAIN_ORDER):
-                if runtime.lock(stage, rank).exists():  # not swept: its owner lives
+                if runtime.lock(stage, rank).exists():  # the sweep left it, so its owner lives
                     who = runtime.owner(stage, rank)
                     raise DeploymentError(
                         f"{stage}-{rank} runs already: {who}; stop it first (a replay can use it: replay --attach)"
@@ -100,11 +100,11 @@ class Supervisor:
 
     @property
     def processes(self) -> dict[tuple[str, int], int]:
-        """The pid of every stage and rank, of its present life or the last."""
+        """The pid of every stage and rank: of the running process, or else of the last one."""
         return {(child.stage, child.rank): child.process.pid for child in self._children}
 
     def is_ready(self, stage: str, rank: int) -> bool:
-        """Whether the present life of a stage has said that it is."""
+        """Whether a stage's current process has reported that it is ready."""
         return any(child.ready for child in self._children if (child.stage, child.rank) == (stage, rank))
 
     def _start(self, stage: str, rank: int) -> Child:
@@ -115,8 +115,8 @@ class Supervisor:
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
-        """When a stage cannot be kept alive within the block, the block is cancelled and DeploymentError raised in its
-        place."""
+        """Restart stages within the block. If one cannot be kept alive, the block is cancelled and DeploymentError is
+        raised."""
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -169,14 +169,13 @@ class Supervisor:
         except TimeoutError:
             late = ", ".join(str(child) for child in self._children if not child.ready)
             raise DeploymentError(
-                f"not ready within {start_s} s: {late}; their lines above say how far they came, and "
-                "timeouts.start_s gives them longer"
+                f"not ready within {start_s} s: {late}; see their log lines above, or raise timeouts.start_s"
             ) from None
 
     async def _stop(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drain, then cancel, then kill; a cancellation of our own skips to the next step."""
+        """Drain the stages, then cancel, then kill them. If this task is cancelled, it goes on with the next step."""
         grace_s = self._deployment.timeouts.drain_s
         if kind is not None:
             grace_s = min(grace_s, FAILED_DRAIN_S) if issubclass(kind, Exception) else 0.0
@@ -199,7 +198,7 @@ class Supervisor:
             raise DeploymentError(", ".join(unclean))
 
     async def _drain(self, grace_s: float) -> list[str]:
-        """Ask one stage after the other to finish; returns what went wrong, by stage and rank."""
+        """Ask one stage after the other to finish. Returns the problems, by stage and rank."""
         asked: list[Child] = []
         asked_at: dict[str, float] = {}
         clock = asyncio.get_running_loop().time
@@ -212,7 +211,7 @@ class Supervisor:
                         child.terminate()
                     asked += members
                     await all_ended(members)
-        # One that has just been started again dies of the signal until it handles it, and has nothing to drain.
+        # A process that was just restarted dies of SIGTERM until it handles it, and has nothing to drain.
         failed = [child for child in asked if child.process.returncode and (child.ready or not child.terminated)]
         wrong = [f"{child} {child.how} while it drained" for child in failed]
         if left := self._left():
@@ -221,15 +220,15 @@ class Supervisor:
                 f"{stage} {end - at:.1f} s" for (stage, at), end in zip(asked_at.items(), until, strict=True)
             )
             late = ", ".join(map(str, left))
-            log.warning("drain_overran", left=late, grace_s=grace_s, spent=spent, remedy="raise timeouts.drain_s")
+            log.warning("drain_timeout", left=late, grace_s=grace_s, spent=spent, remedy="raise timeouts.drain_s")
             wrong.append(f"not drained within {grace_s} s (timeouts.drain_s, for all stages together): {late}; {spent}")
         return wrong
 
     async def _end_starting(self) -> None:
-        """End the stages that are not ready, which have nothing to finish: what one leaves is swept."""
+        """End the stages that are not ready. They have nothing to finish, and the sweep removes their files."""
         starting = [child for child in self._left() if not child.ready]
         for child in starting:
-            child.terminate()  # it dies of that until it handles it, and is cancelled by it then
+            child.terminate()  # the signal ends a process that does not handle it yet, and cancels one that does
         with suppress(TimeoutError):
             async with asyncio.timeout(STARTING_CANCEL_S):
                 await all_ended(starting)
@@ -241,33 +240,37 @@ class Supervisor:
 
 @asynccontextmanager
 async def _findable(runtime: Runtime, config: str, every_s: float) -> AsyncIterator[None]:
-    """Within the block, which owns the deployment, make the lock file again that somebody removes: without it
-    `tensorferry down` finds nobody, and another deployment could be started beside this one."""
+    """Within the block, which owns the deployment, restore its lock file if it is removed. Without the file,
+    `tensorferry down` does not find the deployment, and a second one could be started."""
     with ExitStack() as held:
-        keeping = asyncio.create_task(_keep(runtime, config, every_s, held))
+        restoring = asyncio.create_task(_restore(runtime, config, every_s, held))
         try:
             yield
         finally:
-            keeping.cancel()
-            await asyncio.wait([keeping])
+            restoring.cancel()
+            await asyncio.wait([restoring])
 
 
-async def _keep(runtime: Runtime, config: str, every_s: float, held: ExitStack) -> None:
+async def _restore(runtime: Runtime, config: str, every_s: float, held: ExitStack) -> None:
     well = True
     while True:
         await asyncio.sleep(every_s)
         try:
             if runtime.keep("deployment", 0, held, config):
-                log.warning("lock_file_made_again", directory=str(runtime.directory))
+                log.warning("lock_file_recreated", directory=str(runtime.directory))
             well = True
         except (DeploymentError, OSError) as problem:
             if well:
-                log.error("runtime_directory_lost", problem=str(problem), remedy="`tensorferry down` may not find us")
+                log.error(
+                    "runtime_directory_lost",
+                    problem=str(problem),
+                    remedy="make it writable; until then `tensorferry down` may not find this deployment",
+                )
             well = False
 
 
 def start_command(config_file: Path, overrides: Sequence[str]) -> Command:
-    """`tensorferry start`, with this interpreter."""
+    """Return the command `tensorferry start` with this interpreter."""
     settings = [argument for setting in overrides for argument in ("--set", setting)]
     return lambda stage, rank: [
         *(sys.executable, "-P", "-m", "tensorferry", "start", stage),
@@ -276,5 +279,5 @@ def start_command(config_file: Path, overrides: Sequence[str]) -> Command:
 
 
 def digest(deployment: Deployment) -> str:
-    """What two processes compare to know that they read the same from a deployment file."""
+    """Return the digest that two processes compare to know that they loaded the same settings."""
     return hashlib.blake2b(resolved(deployment).encode(), digest_size=16).hexdigest()

@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 
     from tensorferry.pipeline.telemetry.prometheus import Exposition
 
-#: Every counter there is, and what it counts.
+#: Every counter, and its help text.
 COUNTERS = {
     "requests_ok": "Requests answered with a result",
     "requests_failed": "Requests answered with an error",
     "requests_busy": "Requests not accepted because a limit was reached or the deployment drains",
     "requests_unrecorded": "Requests that are missing from the record of live traffic",
     "spans_lost": "Requests and encoder calls whose spans no receiver has taken",
-    "requests_expired": "Requests a scheduler gave up because they never became complete",
-    "requests_abandoned": "Requests given up because the client that had asked for them was gone",
-    "batches_abandoned": "Batches an engine was spared because nobody waited for them any more",
-    "submits_repeated": "Submits of a request that is in flight, or was answered, already",
-    "items_sent_again": "Items sent to another encoder because theirs had died or fallen silent",
-    "requests_sent_again": "Times that a request was sent again as a whole, such as after the death of its scheduler",
+    "requests_expired": "Requests that a scheduler gave up because they never became complete",
+    "requests_abandoned": "Requests given up because their client was gone",
+    "batches_abandoned": "Batches that no engine got because every request in them was over",
+    "submits_repeated": "Submits of a request that was in flight or answered already",
+    "items_sent_again": "Items sent to another encoder because their own had died or was silent",
+    "requests_sent_again": "Times that a whole request was sent again, for example after its scheduler died",
     "answers_undeliverable": "Answers to clients that had left or did not keep up",
-    "reports_late": "Reports about requests that were over, or from who was not asked",
+    "reports_late": "Reports about requests that were over, or from a rank that did not have them",
     "cancels_late": "Cancels of requests that were over, or of another client",
-    "admits_late": "Requests that were over when a scheduler heard of them",
+    "admits_late": "Requests that were over when a scheduler received them",
     "jobs_late": "Jobs of requests that were over when an encoder came to them",
-    "batches_encoded_anew": "Batches that an encoder took apart because of a request that failed",
+    "batches_encoded_anew": "Batches that an encoder split and encoded again because a request in them failed",
     "embeddings_late": "Embeddings of requests that were over",
     "messages_refused": "Messages that did not decode, broke a limit, or came to the wrong stage",
-    "connections_denied": "Connections refused before a message was read: an unknown key, another's, or none",
+    "connections_denied": "Connections refused before a message was read: unknown key, another's key, or none",
     "messages_of_strangers": "Messages of lives, or about pools, that are not known here, or gainsay what is known",
-    "consumers_refused": "Conversations about a pool that did not end in an admission",
-    "scrapes_refused": "Connections to the metrics that were no request, hung up, were silent, or too many",
-    "messages_crashed": "Messages that brought out a bug; each ended alone",
+    "consumers_refused": "Connections to a pool's broker that did not end in an admission",
+    "scrapes_refused": "Connections to the metrics that were no valid request, closed early, silent, or too many",
+    "messages_crashed": "Messages whose handling raised an unexpected error; each failed alone",
     "mail_of_a_former_life": "Messages meant for an earlier life of this process",
     "plugin_blocks": "Times that a processor, adapter or engine held the event loop for 250 ms or longer",
-    "plugin_blocked_ms": "Milliseconds, of these times together, in which nothing else of the process could go on",
+    "plugin_blocked_ms": "Milliseconds for which these calls held the event loop, in all",
     "pool_waits": "Requests that waited for room in the pool",
     "growth_waits": "Requests that waited for an elastic pool to grow",
     "chunks_unmapped": "Times that a chunk of a peer's pool could not be mapped or unmapped",
@@ -56,13 +56,13 @@ Labels = tuple[tuple[str, str], ...]  #: sorted by name
 
 
 class Counters:
-    """The counters and gauges of one process. Counting costs a dictionary update, whether or not anybody looks.
+    """The counters and gauges of one process. Counting costs a dictionary update, also when Prometheus is off.
 
-    Any thread may count: drafts are made off the event loop.
+    Any thread may count.
     """
 
     def __init__(self, **labels: object) -> None:
-        """labels: what every metric carries, such as stage and rank."""
+        """labels: those of every metric, such as stage and rank."""
         self._labels = {name: str(value) for name, value in labels.items()}
         self._lock = Lock()
         self._counts: dict[tuple[str, Labels], int] = {(name, ()): 0 for name in COUNTERS}
@@ -78,24 +78,24 @@ class Counters:
             self._counts[key] = self._counts.get(key, 0) + by
 
     def gauge(self, name: str, value: float, **labels: object) -> None:
-        """Set a number that goes up and down. name: letters, digits and underscores, none of COUNTERS."""
+        """Set a gauge. name: letters, digits and underscores, and no name of COUNTERS."""
         assert name.isidentifier(), name
         assert name not in COUNTERS, name
         with self._lock:
             self._gauges[name, _sorted(labels)] = value
 
     def value(self, name: str, **labels: object) -> float:
-        """What a counter or gauge says now; 0: never counted or set."""
+        """Return a counter or gauge; 0 if it was never counted or set."""
         key = name, _sorted(labels)
         with self._lock:
             return self._counts.get(key, 0) if name in COUNTERS else self._gauges.get(key, 0.0)
 
     def serve(self, port: int) -> int:
-        """Answer Prometheus on this loopback port (0: any that is free), from a thread; returns the port.
+        """Serve Prometheus on this loopback port (0: any free one) from a thread. Returns the port.
 
-        Raises DeploymentError when it is taken.
+        Raises DeploymentError if the port is taken.
         """
-        from prometheus_client import CollectorRegistry  # 50 ms that few processes need
+        from prometheus_client import CollectorRegistry  # importing it takes 50 ms
 
         from tensorferry.pipeline.telemetry.prometheus import Exposition
 
@@ -110,13 +110,13 @@ class Counters:
         return self._exposition.port
 
     def close(self) -> None:
-        """Stop serving; the port is free then. Takes up to half a second where it served."""
+        """Stop serving and free the port, which takes up to half a second if it served."""
         if self._exposition is not None:
             self._exposition.close()
             self._exposition = None
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus: every metric, under `tensorferry_`."""
+        """Yield every metric for Prometheus, named `tensorferry_...`."""
         from prometheus_client.metrics_core import Metric
 
         with self._lock:

@@ -1,7 +1,7 @@
-"""Where log lines go: whole and at once, or nowhere. No log is worth a process, and none may hold one up.
+"""Log lines are written whole and without waiting, or lost. No log may end or delay a process.
 
-A disk is full, whoever reads a pipe has stopped or gone, a terminal is held (Ctrl-S): the line is lost then, and
-counted; the next one that is written says how many were.
+A line is lost when the disk is full, the reader of a pipe has stopped or gone, or a terminal is held (Ctrl-S). The next
+line that is written has the number of lost lines.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TextIO
 
 
 class Sink:
-    """A stream as structlog wants its loggers: one method for every level."""
+    """A stream with the methods of a structlog logger, one for every level."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.lost = 0  #: lines since the last that was written
+        self.lost = 0  #: lines lost since the last one that was written
         self._torn = False  # the last write ended within a line
         self._write = self._writer()
 
@@ -39,11 +39,11 @@ class Sink:
     fatal = failure = err = error = critical = exception = msg
 
     def _writer(self) -> Callable[[bytes], int]:
-        """Writes what can be without waiting, says how many bytes that was; raises OSError, ValueError."""
+        """Return a function that writes without waiting and returns a number of bytes. Raises OSError, ValueError."""
         try:
             fd = self.stream.fileno()
             kind = stat.S_IFMT(os.fstat(fd).st_mode)
-        except (OSError, ValueError):  # it is no file of the kernel's, as in a test
+        except (OSError, ValueError):  # it has no descriptor, as in a test
             return self._print
         if kind == stat.S_IFSOCK:
             with suppress(OSError):
@@ -51,7 +51,7 @@ class Sink:
                 weakref.finalize(self, copy.close)
                 return lambda data: copy.send(data, socket.MSG_DONTWAIT)
         if kind in (stat.S_IFIFO, stat.S_IFCHR):
-            # Opened anew: O_NONBLOCK belongs to an open file, which this one shares with whoever started us.
+            # Opened again, because O_NONBLOCK belongs to the open file that we share with our parent process.
             with suppress(OSError):
                 again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
                 weakref.finalize(self, os.close, again)

@@ -16,16 +16,16 @@ from tensorferry.pipeline.telemetry.log_sink import Sink
 
 
 def configure(spec: TelemetrySpec, **bound: object) -> None:
-    """Set up this process's log: one event a line, to stderr, with `bound` (stage, rank, ...) on every line.
+    """Set up this process's log: one event a line, on stderr, with `bound` (stage, rank, ...) on every line.
 
-    What libraries log with `logging`, from warnings up, becomes events too. The one set-up that is global.
+    Records of `logging` from warnings up become events `library_log`. This changes global state of the process.
     """
 
     def bind(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        return {**bound, **event}  # not a context variable: threads of a pool have none
+        return {**bound, **event}  # threads of a pool would not have a context variable
 
     if spec.log_format == "json":
-        # Without locals, which structlog adds by default: they are users' prompts and images.
+        # structlog adds local variables by default, but they contain users' prompts and images.
         traceback: Processor = structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
         rendering: list[Processor] = [traceback, structlog.processors.JSONRenderer()]
     else:
@@ -35,8 +35,8 @@ def configure(spec: TelemetrySpec, **bound: object) -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            _Floods(),
-            sinks.own_up,
+            _RateLimit(),
+            sinks.report_lost_lines,
             structlog.contextvars.merge_contextvars,
             bind,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -44,13 +44,13 @@ def configure(spec: TelemetrySpec, **bound: object) -> None:
             *rendering,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[spec.log_level.upper()]),
-        logger_factory=sinks,  # one write a line: processes share stderr
+        logger_factory=sinks,  # one write a line, because processes share stderr
     )
-    logging.lastResort = _Libraries(logging.WARNING)  # used where nobody has set up `logging`
+    logging.lastResort = _Libraries(logging.WARNING)  # used unless `logging` is set up
 
 
 class _Sinks:
-    """The sink of what is stderr now."""
+    """The sink of the current stderr."""
 
     def __init__(self) -> None:
         self._sink = Sink(sys.stderr)
@@ -60,15 +60,15 @@ class _Sinks:
             self._sink = Sink(sys.stderr)
         return self._sink
 
-    def own_up(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        """Say how many lines were lost before this one."""
+    def report_lost_lines(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        """Add the number of lines that were lost before this one."""
         if self._sink.lost:
             event["lines_lost"] = self._sink.lost
         return event
 
 
 class Ration:
-    """Lets a few through each second, and says with the next how many it has left out."""
+    """Lets a few events through each second, and counts the events that it suppresses."""
 
     LINES = 5
     SECONDS = 1.0
@@ -77,19 +77,19 @@ class Ration:
         self._began, self._count = 0.0, 0
 
     def take(self) -> int | None:
-        """How many were left out since the last one that was let through; None: this one is left out too."""
-        now, left_out = time.monotonic(), 0
+        """Return the number suppressed since the last event that was let through; None if this event is suppressed."""
+        now, suppressed = time.monotonic(), 0
         if now - self._began >= self.SECONDS:
-            left_out = max(0, self._count - self.LINES)
+            suppressed = max(0, self._count - self.LINES)
             self._began, self._count = now, 0
         self._count += 1
-        return left_out if self._count <= self.LINES else None
+        return suppressed if self._count <= self.LINES else None
 
 
-class _Floods:
-    """Lets a few warnings of a kind through each second, and says on the next how many it left out.
+class _RateLimit:
+    """Lets a few warnings of each event through a second; the next one has the number that was suppressed.
 
-    What a hostile or broken peer sends is counted in full, but must not fill a disk.
+    Counters count every message of a hostile or broken peer, but its log lines must not fill a disk.
     """
 
     def __init__(self) -> None:
@@ -97,16 +97,16 @@ class _Floods:
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if event["level"] == "warning":
-            left_out = self._rations[str(event["event"])].take()
-            if left_out is None:
+            suppressed = self._rations[str(event["event"])].take()
+            if suppressed is None:
                 raise structlog.DropEvent
-            if left_out:
-                event["left_out"] = left_out
+            if suppressed:
+                event["suppressed"] = suppressed
         return event
 
 
 def _readable(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Bytes in hexadecimal; and nothing a peer said may end the line or steer the terminal."""
+    """Show bytes in hexadecimal, and escape text that could end the line or control the terminal."""
     for name, value in event.items():
         if isinstance(value, bytes | memoryview):
             event[name] = value.hex()
@@ -116,12 +116,12 @@ def _readable(logger: WrappedLogger, method: str, event: EventDict) -> EventDict
 
 
 class _Libraries(logging.Handler):
-    """Logs what libraries log: asyncio of a task that failed, for one."""
+    """Logs the records of libraries, such as asyncio's of a failed task."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             level = min(record.levelno // 10 * 10, logging.CRITICAL)
             text, problem = record.getMessage(), record.exc_info
-            structlog.get_logger().log(level, "library_logged", library=record.name, text=text, exc_info=problem)
-        except Exception:  # as every handler of `logging` does: a log line must not raise
+            structlog.get_logger().log(level, "library_log", library=record.name, text=text, exc_info=problem)
+        except Exception:  # as every handler of `logging` does, because logging must not raise
             self.handleError(record)

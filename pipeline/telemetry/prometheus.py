@@ -1,4 +1,4 @@
-"""The HTTP server that Prometheus scrapes, on loopback: whoever else connects can neither hold it up nor fill it."""
+"""The HTTP server that Prometheus scrapes, on loopback. Its connections are bounded in number and in silence."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 ADDRESS = "127.0.0.1"
 CONNECTIONS = 8  #: at once, each with a thread; a scrape takes milliseconds
-SILENT_S = 5.0  #: after which a connection that says nothing, or takes nothing, is closed
+SILENT_S = 5.0  #: a connection that sends or receives nothing for so long is closed
 
 
 class Exposition:
-    """Answers with a registry's metrics from its making to `close`."""
+    """Serves a registry's metrics from construction to `close`."""
 
     def __init__(self, registry: CollectorRegistry, port: int, on_refused: Callable[[], None]) -> None:
-        """port: 0 for any that is free. on_refused: called, from any thread, for each connection that is not answered
-        with the metrics because of what it said, or did not say. Raises OSError when the port is taken."""
+        """port: 0 for any free one. on_refused: called, from any thread, for each connection that sends no valid
+        request. Raises OSError if the port is taken."""
         self._server = _Server(port, on_refused)
         self._server.set_app(make_wsgi_app(registry))
         self.port = int(self._server.server_port)
@@ -36,17 +36,17 @@ class Exposition:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    request_queue_size = 128  # with the 5 there are, a crowd at the door makes a scrape wait for seconds
-    daemon_threads = True  # else every thread there ever was is kept for the end
+    request_queue_size = 128  # with the default of 5, many connections make a scrape wait for seconds
+    daemon_threads = True  # otherwise the server keeps every thread that has ended
 
     def __init__(self, port: int, on_refused: Callable[[], None]) -> None:
         self.on_refused = on_refused
         self._free = threading.BoundedSemaphore(CONNECTIONS)
-        super().__init__((ADDRESS, port), _Handler)
+        super().__init__((ADDRESS, port), MetricsHandler)
 
     def server_bind(self) -> None:
-        """As HTTPServer does, without its question to a name server who 127.0.0.1 is: where none answers, a start waits
-        for seconds. Source: `socket.getfqdn` in http.server."""
+        """Bind as HTTPServer does, but without asking a name server for 127.0.0.1, which takes seconds if none answers.
+        Source: `socket.getfqdn` in http.server."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, int(self.server_address[1])
         self.setup_environ()
@@ -69,20 +69,20 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """It has hung up, or was silent: counted, where the standard library writes a traceback to stderr."""
+        """Count a connection that closed or was silent. The standard library writes a traceback to stderr."""
         self.on_refused()
 
 
-class _Handler(WSGIRequestHandler):
+class MetricsHandler(WSGIRequestHandler):
     timeout = SILENT_S
     server: _Server
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is not HTTP."""
+        """Answer a request that is not valid HTTP."""
         self.server.on_refused()
         self.close_connection = True
         self.send_response(HTTPStatus(code))
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a stranger's words need not be in our log."""
+        """Log nothing, because any local user can connect."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,12 +18,13 @@ import pytest
 from PIL import Image
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, item_of, text_of
+from tensorferry.codecs.errors import BadItem, ConfigError, item_of, text_of
 from tensorferry.pipeline.client.client import Client, Outcome
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.engines.base import EngineResult
 from tensorferry.stages.off_loop import run_to_end
+from tensorferry.stages.plugin import import_class
 from tensorferry.stages.scheduler.splice import Answer
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -151,6 +153,30 @@ def test_whatever_a_problem_says_can_travel() -> None:
     assert text_of(ValueError("é\udcff")) == "é\\udcff"
     assert text_of(Mute()) == "(OSError while it was put into words)"
     assert len(text_of(ValueError("x" * 10_000))) == 4096
+
+
+@pytest.mark.parametrize("raised", ["KeyboardInterrupt", "KeyboardInterrupt('stop')", "SystemExit(3)"])
+def test_an_interrupt_that_a_plug_in_raises_names_the_plug_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
+) -> None:
+    (tmp_path / "interrupting.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ConfigError, match=r"cannot import interrupting of .*: (KeyboardInterrupt|SystemExit)"):
+        import_class("model.adapter", "interrupting:Adapter")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_user_s_interrupt_of_a_plug_in_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            import_class("model.adapter", "interrupted:Adapter")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("index", [None, "0", 0.0, True, -1, 2, sys.maxsize << 9])

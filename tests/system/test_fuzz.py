@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from benchmarks.malformed import SHARES, Layer, batch, layer_of, samples
 from benchmarks.workload import Tally
 
 from tensorferry.codecs.frames import Limits
+from tensorferry.pipeline.deployment.spec import Deployment
 
 
 @pytest.mark.processes
@@ -83,7 +83,7 @@ async def test_a_message_that_is_not_counted_or_counted_twice_or_crashes_is_foun
     monkeypatch.setattr(module, "START_S", 0.3)
     monkeypatch.setattr(module.Look, "now", lambda deployment: look(counts={"encoder-0": counts}))
     tally = Tally(9, Counter({Layer.HEADER: 2, Layer.SCHEMA: 2, Layer.STAGE: 5}), misplaced=1)
-    deployment: Any = SimpleNamespace()
+    deployment = Deployment(name="fuzzed")
     found = await settled(deployment, look(), {"encoder-0 inbox": tally, "scheduler-0 inbox": tally})
     assert len(found) == bool(problem)
     assert problem in "".join(found)

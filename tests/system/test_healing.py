@@ -85,11 +85,11 @@ class Running:
         await self.all_live()
 
     async def all_live(self) -> None:
-        await self._says(lambda members: {member.state for member in members} == {"ready"})
+        await self.until_members(lambda members: {member.state for member in members} == {"ready"})
 
     async def lends(self, name: str, slots: int) -> None:
         """Until a process has lent so much of its pool, or more."""
-        await self._says(
+        await self.until_members(
             lambda members: any(
                 gauge.value >= slots
                 for member in members
@@ -100,7 +100,7 @@ class Running:
 
     async def owns(self, requests: int) -> None:
         """Until the tokenizers together own so many requests."""
-        await self._says(
+        await self.until_members(
             lambda members: (
                 requests
                 == sum(
@@ -114,13 +114,13 @@ class Running:
 
     async def gives_all_back(self) -> None:
         """Until no pool has lent anything."""
-        await self._says(
+        await self.until_members(
             lambda members: (
                 not any(gauge.value for member in members for gauge in member.gauges if gauge.name == "pool_lent_slots")
             )
         )
 
-    async def _says(self, condition: Callable[[list[wire.Member]], bool]) -> None:
+    async def until_members(self, condition: Callable[[list[wire.Member]], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not condition(await self.client.refresh(PATIENCE_S)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -444,7 +444,7 @@ async def test_a_tokenizer_that_drains_takes_nothing_new_and_finishes_what_it_ha
         await it.owns(1)
         pid = it.supervisor.processes["tokenizer", 0]
         os.kill(pid, signal.SIGTERM)
-        await it._says(lambda members: "leaving" in {member.state for member in members})
+        await it.until_members(lambda members: "leaving" in {member.state for member in members})
         refused = await it.submit()
         assert isinstance(refused, wire.Busy), refused
         assert refused.reason == "the deployment is draining"
@@ -462,7 +462,7 @@ async def stranger(deployment: Deployment) -> AsyncIterator[Dealer]:
             yield dealer
 
 
-async def test_a_request_takes_no_longer_than_the_deployment_s_limit_whatever_its_client_says(
+async def test_a_request_takes_no_longer_than_the_deployment_s_limit_whatever_its_clientuntil_members(
     run: Callable[..., Any],
 ) -> None:
     async with run(request_timeout_s=0.5) as it, stranger(it.deployment) as dealer:

@@ -247,7 +247,7 @@ def test_p6_config_check_notes_what_is_old(tmp_path: Path, monkeypatch: pytest.M
 def test_p6_the_log_of_a_start_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = cli_transport.gather({}, cuda=False)
     monkeypatch.setattr(cli_transport, "gather", lambda environ, cuda: Facts(facts.host, CudaFacts("none", True)))
-    monkeypatch.setattr(cli_transport.counters, "configure", lambda spec, **bound: None)
+    monkeypatch.setattr(cli_transport.logs, "configure", lambda spec, **bound: None)
     file = tmp_path / "a.yaml"
     file.write_text("name: a\ntransport: shm\n")
     with capture_logs() as logs:

@@ -549,6 +549,32 @@ def test_a_name_whose_holder_hides_keeps_nobody_from_starting(runtime, backlog):
     assert [log["event"] for log in logs] == ["name_not_claimed"]
 
 
+#: Binds the name of encoder-3 and listens, leaves the socket to a child, and ends.
+LEFT_LISTENING = """
+import os
+from tensorferry.pipeline.process import name_claim
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(name_claim.address(f"encoder-3 {os.path.realpath(runtime.directory)}"))
+listener.listen()
+if os.fork() == 0:
+    os.read(0, 1)
+    os._exit(0)
+say("bound")
+"""
+
+
+def test_a_name_that_a_child_of_its_dead_holder_has_is_not_claimed_and_the_log_names_both_remedies(runtime, child):
+    holder = child(LEFT_LISTENING)
+    assert heard(holder) == "bound"
+    holder.wait(DEADLINE_S)
+    with capture_logs() as logs, runtime.own("encoder", 3):
+        pass
+    [log] = logs
+    assert log["event"] == "name_not_claimed"
+    assert log["problem"] == f"process {holder.pid} bound it and has ended, but a child of that process still holds it"
+    assert log["remedy"].startswith("end the children of that process")
+
+
 def test_b24_the_lock_is_held_until_nothing_is_left(runtime, monkeypatch):
     """Else a successor locks the file that we then unlink, or binds the socket that we then remove."""
     removed = []

@@ -135,7 +135,7 @@ def test_a_traceback_tells_where_and_not_what_users_sent(logged, form):
     assert len(text.splitlines()) == 1 or form == "console"
 
 
-def test_a_flood_of_warnings_is_thinned_and_what_is_left_out_is_said(logged):
+def test_warnings_are_rate_limited_and_the_next_has_the_number_that_was_suppressed(logged):
     text = logged(
         """
         import time
@@ -152,7 +152,7 @@ def test_a_flood_of_warnings_is_thinned_and_what_is_left_out_is_said(logged):
     found = lines(text)
     refused = [line for line in found if line["event"] == "refused"]
     assert [line["number"] for line in refused] == [0, 1, 2, 3, 4, 1000]
-    assert refused[-1]["left_out"] == 995
+    assert refused[-1]["suppressed"] == 995
     assert sum(line["event"] == "another" for line in found) == 1
     assert sum(line["event"] == "answered" for line in found) == 20
 

@@ -84,8 +84,8 @@ def test_a_connection_that_is_reset_is_counted_without_a_traceback(
 def test_silent_connections_take_no_more_threads_than_there_are_and_are_hung_up(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prometheus._Handler.timeout == prometheus.SILENT_S
-    monkeypatch.setattr(prometheus._Handler, "timeout", 1.0)
+    assert prometheus.MetricsHandler.timeout == prometheus.SILENT_S
+    monkeypatch.setattr(prometheus.MetricsHandler, "timeout", 1.0)
     port = counters.serve(0)
     before = threading.active_count()
     with ExitStack() as silent:

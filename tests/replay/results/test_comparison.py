@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -350,3 +352,39 @@ def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: 
     assert "interrupted: no further runs" in said
     assert sweeping.returncode in (3, 4)
     assert len(find_runs([tmp_path / "out"])) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_replay_ends_when_its_sweep_is_killed(tmp_path: Path, runtime: str) -> None:
+    asked = ["sweep", TRACE, "--config", LOCAL, "--out", tmp_path / "out", "--set", "encoder.ranks=1"]
+    asked += ["--set", "model.adapter=fingerprint", "--set", runtime, "--", "--speed", "0.00001"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tensorferry", *map(str, asked)], stdout=subprocess.DEVNULL, process_group=0
+    ) as sweeping:
+        try:
+            children = Path(f"/proc/{sweeping.pid}/task/{sweeping.pid}/children")
+            until = time.monotonic() + 40
+            while not children.read_text() or b"replay" not in command_of(children):
+                assert sweeping.poll() is None
+                assert time.monotonic() < until
+                threading.Event().wait(0.05)
+            replaying = os.pidfd_open(int(children.read_text()))
+            sweeping.kill()
+            try:
+                poll = select.poll()
+                poll.register(replaying, select.POLLIN)
+                assert poll.poll(40_000), "it goes on without its sweep"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(replaying, signal.SIGTERM)
+                os.close(replaying)
+        finally:
+            sweeping.kill()
+
+
+def command_of(children: Path) -> bytes:
+    """The command line of the first child, b"" if it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{children.read_text().split()[0]}/cmdline").read_bytes()
+    return b""
