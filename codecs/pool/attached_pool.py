@@ -17,7 +17,7 @@ from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
-from tensorferry.codecs.pool.elastic.chunk_imports import Mapping
+from tensorferry.codecs.pool.elastic.chunk_imports import ChunkImports
 from tensorferry.codecs.pool.elastic.descriptor_line import Receiver
 from tensorferry.codecs.pool.elastic.mail import ReleaseMail
 from tensorferry.codecs.pool.export import Export, positions_of
@@ -58,7 +58,7 @@ class Imported:
         self.open = 0  #: uses that have not ended
         self.detached = False
         self.bereaved = False  #: somebody has said that the producer is dead
-        self.mapping: Mapping | None = None  #: of an elastic pool
+        self.mapping: ChunkImports | None = None  #: of an elastic pool
         self.mail: ReleaseMail | None = None  #: instead of a control page
         self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
 
@@ -110,7 +110,7 @@ class Imported:
                 line = Receiver()
                 sent.append(line.descriptor)
                 undo.callback(os.close, line.descriptor)
-                imported.mapping = Mapping(arriving, control, acks, line, chunk_nbytes, imported.acknowledged)
+                imported.mapping = ChunkImports(arriving, control, acks, line, chunk_nbytes, imported.acknowledged)
             undo.pop_all()
         return imported, sent
 
@@ -151,7 +151,7 @@ class Imported:
                 undo.callback(os.close, line.descriptor)
             imported = cls(memory, None, acks, description.slots, producer, export.producer)
             imported.mail = mail
-            imported.mapping = Mapping(memory, mail, acks, line, chunk_nbytes, imported.acknowledged)
+            imported.mapping = ChunkImports(memory, mail, acks, line, chunk_nbytes, imported.acknowledged)
             undo.pop_all()
         return imported, sent
 

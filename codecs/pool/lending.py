@@ -16,6 +16,7 @@ from tensorferry.codecs.pool.consumer import Consumer
 from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.elastic.growth import Growth
 from tensorferry.codecs.pool.ledger import Grant, Ledger
+from tensorferry.codecs.system.deadline import Deadline
 from tensorferry.codecs.system.interruptible_lock import Lock
 
 RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
@@ -44,7 +45,7 @@ class Lending:
         self.lock = Lock()
         self.closed = False
         self.published = [0] * slots  #: last generation of each; the word may still be on its way
-        self.leases = self.refused = self.growth_waits = self.struck = 0
+        self.leases = self.refused = self.growth_waits = self.written_off = 0
         self.ended = self.lent_ns = self.longest_lent_ns = 0  #: leases that are over, and for how long they were out
         self._lent_at_ns = [0] * slots
         self._by_mail = mail is not None  # whether consumers acknowledge by message
@@ -61,26 +62,45 @@ class Lending:
     # --- one lease
 
     def lend(self, nbytes: int, patient: bool) -> Grant:
-        """Raises PoolFull. Waits outside the lock, and for this process's own thread alone: so it may be done while
-        leases are held."""
-        until: float | None = None  # while an elastic pool grows for it
+        """Lend what is free; where nothing is, ask an elastic pool to grow; wait for that outside the lock, if patient.
+
+        Raises PoolFull. It waits for this process's own thread alone, so a caller may hold other leases meanwhile.
+        """
+        with self.lock():
+            try:
+                return self._lend_now(nbytes)
+            except PoolFull:
+                asked = self._ask_and_wait(nbytes, patient)
+                if asked is None:
+                    raise
+                self.growth_waits += 1
+        return self._lend_once_grown(nbytes, asked, Deadline(self._grow_wait_s))
+
+    def _lend_once_grown(self, nbytes: int, asked: int, deadline: Deadline) -> Grant:
+        """Wait without the lock, try again under it, and so on until the deadline. Raises PoolFull."""
+        assert self.growth is not None
         while True:
+            self.growth.wait(asked, deadline)
             with self.lock():
                 try:
                     grant = self._lend_now(nbytes)
-                    if until is not None and self.growth is not None:
-                        self.growth.found(self._rounded([nbytes]))
-                    return grant
                 except PoolFull:
-                    asked = self.ask_for([nbytes])
-                    if until is None:
-                        until = time.monotonic() + self._grow_wait_s
-                        self.growth_waits += asked is not None and patient
-                    if self.growth is None or asked is None or not patient or time.monotonic() >= until:
-                        self.refused += 1
+                    again = self._ask_and_wait(nbytes, not deadline.has_passed)
+                    if again is None:
                         raise
-                    growth = self.growth
-            growth.wait(asked, until)
+                    asked = again
+                else:
+                    self.growth.found(self._rounded([nbytes]))
+                    return grant
+
+    def _ask_and_wait(self, nbytes: int, patient: bool) -> int | None:
+        """Ask an elastic pool to grow. Returns what to wait with; None: the lease is refused. An impatient caller asks
+        too, for those after it."""
+        asked = self.ask_for([nbytes])
+        if asked is None or not patient:
+            self.refused += 1
+            return None
+        return asked
 
     def publish(self, grant: Grant, order: Order) -> None:
         """Say that the bytes are complete, once what was queued in this order is done. Raises StreamCapturing."""
@@ -99,7 +119,7 @@ class Lending:
     def check_sent(self, column: int, grant: Grant) -> None:
         """Raises LeaseError where a consumer has not been sent the chunks that a lease lies in."""
         if self.growth is not None and column in self.consumers:
-            self.growth.check_sent(column, grant)
+            self.growth.deliveries.check_sent(column, grant)
 
     def dispatch(self, grant: Grant, columns: tuple[int, ...]) -> None:
         """Book that these consumers are told. Raises LeaseError, LeaseNotReady; see `Lease.dispatch`."""
@@ -192,7 +212,7 @@ class Lending:
         consumer = self.consumers.pop(column)
         self.ledger.strike(column)
         if self.growth is not None:
-            self.growth.struck(column)
+            self.growth.chunks.strike(column)
         consumer.close()
 
     def strike_dead(self) -> list[int]:
@@ -200,5 +220,5 @@ class Lending:
         dead = [column for column, consumer in self.consumers.items() if consumer.is_dead]
         for column in dead:
             self.strike(column)
-        self.struck += len(dead)
+        self.written_off += len(dead)
         return dead

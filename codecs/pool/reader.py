@@ -21,6 +21,7 @@ from tensorferry.codecs.memory.memory import Order
 from tensorferry.codecs.messages import LAST_NONCE, Chunks, Confirmed, Inline, Payload, Proxy, Retired
 from tensorferry.codecs.pool.attached_pool import Held, Imported
 from tensorferry.codecs.pool.consumer import check_taken
+from tensorferry.codecs.pool.elastic.chunk_imports import ChunksHere
 from tensorferry.codecs.pool.elastic.mail import Letter, ReleaseMail
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import MOST_DEVICES, new_nonce
@@ -82,6 +83,13 @@ class Reader:
             for pool in [pool for pool, mail in self._mail.items() if mail.producer == producer]:
                 if pool not in self._pools:
                     self._forget(pool)
+
+    def chunks(self, pool: int) -> ChunksHere:
+        """Which chunks of a pool this process has now; none of one that is not elastic, or not attached."""
+        with self._lock():
+            imported = self._pools.get(pool)
+            mapping = None if imported is None else imported.mapping
+        return ChunksHere({}, {}) if mapping is None else mapping.here()
 
     def upkeep(self) -> None:
         """Map what peers' elastic pools have grown, ahead of need, and drop what they retired; once a second will do.

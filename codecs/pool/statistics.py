@@ -20,7 +20,7 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     refused: int  #: times no range or slot was free
     struck_consumers: int  #: written off because they died
     quarantined_consumers: int  #: that are alive, are lent nothing more, and are not believed
-    foreign_words: int  #: acknowledgements found of generations that their slot has not had yet
+    acks_invalid: int  #: acknowledgements of generations that their slot had not had yet
     ended: int  #: leases that came back
     lent_ms: float  #: how long they were out, on average
     longest_lent_ms: float

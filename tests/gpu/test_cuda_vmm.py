@@ -51,10 +51,8 @@ def create(torch: Any) -> Iterator[Callable[..., Pool]]:
 
 def idle_after(pool: Pool, idle_s: float) -> None:
     """Give idle chunks back after so long from now on."""
-    growing = pool._growth
-    assert growing is not None
-    growing._idle_ns = int(idle_s * 1e9)
-    growing._wake.set()
+    assert pool.growth is not None
+    pool.growth.idle_s = idle_s
 
 
 def shrink_to(pool: Pool, until: Any, retiring: int | None = None) -> None:

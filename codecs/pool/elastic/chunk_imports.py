@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tensorferry.codecs.errors import StaleLease
 from tensorferry.codecs.memory.memory import Arriving, Handle, let_go
@@ -42,7 +42,14 @@ class Line(Protocol):
     def close(self) -> None: ...
 
 
-class Mapping:
+class ChunksHere(NamedTuple):
+    """Serials of the chunks that one process has of a pool, by position."""
+
+    mapped: dict[int, int]
+    arrived: dict[int, int]  #: not mapped yet
+
+
+class ChunkImports:
     """The chunks of one pool, as they are mapped here. Thread-safe; its lock is held for one chunk at a time."""
 
     def __init__(
@@ -79,6 +86,10 @@ class Mapping:
         """Whether all chunks of a living lease are here, mapped or not."""
         with self._lock:
             return all(self._is_here(position) for position in span(proxy.offset, nbytes, self._chunk_nbytes))
+
+    def here(self) -> ChunksHere:
+        with self._lock:
+            return ChunksHere(dict(self._mapped), {position: chunk[0] for position, chunk in self._arrived.items()})
 
     def upkeep(self) -> None:
         """Drop what was retired, and map what has come, ahead of need.

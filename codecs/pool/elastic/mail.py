@@ -89,7 +89,7 @@ class ChunkMail:
 class ReleaseMail:
     """The consumer's half: what it has given back, and what it was told of chunks. Thread-safe.
 
-    To `mapping.Mapping` it is what a control page would be, and with FABRIC handles the line too.
+    To `ChunkImports` it is what a control page would be, and with FABRIC handles the line too.
     """
 
     def __init__(self, pool: int, producer: int, consumer: int, acks: AckPage, slots: int, positions: int) -> None:

@@ -15,8 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
-from functools import partial
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    closing,
+    contextmanager,
+)
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +33,13 @@ import pytest
 
 from tensorferry.codecs.errors import AttachRefused, LeaseError, PeerGone, PoolFull
 from tensorferry.codecs.memory.cuda_driver import CudaError
-from tensorferry.codecs.memory.cuda_vmm import BudgetTooSmall
+from tensorferry.codecs.memory.cuda_vmm import BudgetTooSmall, VmmImport, VmmSegment
+from tensorferry.codecs.memory.memory import Handle
 from tensorferry.codecs.messages import Origin, Proxy
-from tensorferry.codecs.pool.elastic import growth
+from tensorferry.codecs.pool.elastic import growth_state
+from tensorferry.codecs.pool.elastic.chunk_imports import ChunkImports, ChunksHere
+from tensorferry.codecs.pool.elastic.descriptor_line import Receiver, Sender
+from tensorferry.codecs.pool.elastic.growth import Growth
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
@@ -46,6 +56,7 @@ WAIT_S = 20.0  #: for growth, in tests that are not about how long it takes
 Peer = Any  #: conftest.Peer
 Stub = Any  #: conftest.Stub
 Until = Callable[..., None]
+Pages = Any  #: conftest.Pages
 encode = msgspec.msgpack.encode
 
 
@@ -109,12 +120,14 @@ def retiring(pool: Pool) -> int:
     return pool.statistics().retiring_nbytes // CHUNK
 
 
+def growth_of(pool: Pool) -> Growth:
+    assert pool.growth is not None
+    return pool.growth
+
+
 def idle_after(pool: Pool, idle_s: float) -> None:
     """Give idle chunks back after so long from now on."""
-    growing = pool._growth
-    assert growing is not None
-    growing._idle_ns = int(idle_s * 1e9)
-    growing._wake.set()
+    growth_of(pool).idle_s = idle_s
 
 
 def shrink_to(pool: Pool, until: Until, retiring_chunks: int | None = None) -> None:
@@ -126,29 +139,28 @@ def shrink_to(pool: Pool, until: Until, retiring_chunks: int | None = None) -> N
 
 def look_again(pool: Pool, until: Until) -> None:
     """Have the pool's thread see whether anything is wanted."""
-    growing = pool._growth
-    assert growing is not None
-    done = growing._round
-    growing._wake.set()
-    until(lambda: growing._round != done)
+    growing = growth_of(pool)
+    done = growing.rounds
+    growing.look()
+    until(lambda: growing.rounds != done)
 
 
 @contextmanager
-def held_up(pool: Pool) -> Iterator[threading.Event]:
+def held_up() -> Iterator[threading.Event]:
     """Chunks take until the end of the block to come; set once one is on its way."""
-    memory, begun, go_on = pool._growth._memory, threading.Event(), threading.Event()  # type: ignore[union-attr]
-    grow = memory.grow
+    grow, begun, go_on = VmmSegment.grow, threading.Event(), threading.Event()
 
-    def slowly(position: int) -> int:
+    def slowly(segment: VmmSegment, position: int) -> Handle:
         begun.set()
         assert go_on.wait(WAIT_S * 3)
-        return grow(position)
+        return grow(segment, position)
 
-    memory.grow = slowly  # type: ignore[method-assign]
-    try:
-        yield begun
-    finally:
-        go_on.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VmmSegment, "grow", slowly)
+        try:
+            yield begun
+        finally:
+            go_on.set()
 
 
 def is_at(pool: Pool, mapped_chunks: int | None, retiring_chunks: int | None = None) -> bool:
@@ -157,6 +169,17 @@ def is_at(pool: Pool, mapped_chunks: int | None, retiring_chunks: int | None = N
         pass
     there = mapped(pool) == mapped_chunks if mapped_chunks is not None else True
     return there and (retiring_chunks is None or retiring(pool) == retiring_chunks)
+
+
+def here(reader: Reader, pool: Pool) -> ChunksHere:
+    """The chunks that a reader of this process has."""
+    return reader.chunks(pool.description.pool)
+
+
+def mapped_here() -> set[str]:
+    """Where this process has chunks mapped. Source: proc(5)."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return {line.split()[0] for line in lines if "memfd:stub-chunk" in line}
 
 
 def physical(*pids: int) -> int:
@@ -247,7 +270,7 @@ def test_a_tensor_may_lie_in_three_chunks(create: Create, start: Callable[[], Pe
 def test_a_lease_waits_no_longer_than_it_was_told(create: Create, stub: Stub, until: Until) -> None:
     pool = create(4, grow_wait_s=0.1)
     until(lambda: pool.statistics().grown == 1)
-    with held_up(pool):
+    with held_up():
         with pytest.raises(PoolFull):
             pool.lease(2 * CHUNK).__enter__()
         assert (pool.statistics().refused, pool.statistics().growth_waits) == (1, 1)
@@ -280,12 +303,11 @@ def test_room_for_several_is_asked_for_at_once(create: Create, until: Until) -> 
 def test_what_was_asked_for_twice_comes_once(create: Create, until: Until) -> None:
     pool = create(8)
     until(lambda: pool.statistics().grown == 1)
-    with held_up(pool) as begun:
+    with held_up() as begun:
         assert pool.growing([3 * CHUNK])
         assert begun.wait(WAIT_S)
         assert pool.growing([3 * CHUNK])
-        growing = pool._growth
-        assert growing is not None
+        growing = growth_of(pool)
         growing.found([2 * CHUNK])
         assert growing.wanted == (3 * CHUNK,), "somebody else's"
         growing.found([3 * CHUNK])
@@ -307,7 +329,7 @@ def test_all_slots_taken_is_no_reason_to_grow(create: Create) -> None:
 def test_the_impatient_do_not_wait(create: Create, until: Until) -> None:
     pool = create(4, grow_wait_s=FOREVER_S)
     until(lambda: pool.statistics().grown == 1)
-    with held_up(pool):
+    with held_up():
         with pytest.raises(PoolFull):
             pool.lease(2 * CHUNK, patient=False).__enter__()
         with Publisher(pool).draft([("uint8", (2 * CHUNK,))], patient=False) as draft:
@@ -318,7 +340,7 @@ def test_the_impatient_do_not_wait(create: Create, until: Until) -> None:
 def test_no_memory_on_the_gpu_is_a_full_pool(
     create: Create, stub: Stub, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(growth, "REFUSED_S", 0.2)
+    monkeypatch.setattr(growth_state, "REFUSED_S", 0.2)
     pool = create(4)
     until(lambda: pool.statistics().grown == 1)
     stub.refuse("cuMemCreate")
@@ -356,7 +378,7 @@ def test_r10_a_lost_context_is_told_to_who_asks(create: Create, stub: Stub, unti
 def test_a_lease_whose_bytes_cannot_be_had_comes_back(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = create(4)
     with monkeypatch.context() as patch:
-        patch.setattr(pool._segment, "lend", lambda *_: 1 / 0)
+        patch.setattr(VmmSegment, "lend", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pool.lease(1).__enter__()
     assert out(pool) == 0
@@ -443,9 +465,7 @@ def test_an_idle_pool_s_thread_sleeps(create: Create, start: Callable[[], Peer],
     with pool.lease(2 * CHUNK):
         pass
     until(lambda: is_at(pool, 1))
-    growing = pool._growth
-    assert growing is not None
-    assert growing._patience_s() is None
+    assert growth_of(pool).patience_s() is None
 
 
 def test_c3_a_stopped_importer_pins_its_chunks_alone_and_they_stay_in_the_budget(
@@ -503,14 +523,14 @@ def test_c3_killed_with_chunks_in_its_line(create: Create, start: Callable[[], P
     assert retiring(pool) == 0
 
 
-def test_a_quarantined_importer_is_not_believed(create: Create, until: Until) -> None:
+def test_a_quarantined_importer_is_not_believed(pages: Pages, create: Create, until: Until) -> None:
     pool = create(4)
     with Reader() as reader:
         column = connect_here(pool, reader)
         [payload] = fill(pool, column, 1, 4 * CHUNK)
         reader.acknowledge(msgspec.msgpack.decode(payload, type=Proxy))
         assert out(pool) == 0
-        reader._pools[pool.description.pool].acks.drop(3, 77)
+        pages.acks[-1].drop(3, 77)
         assert pool.check_words() == [column], "there never was a chunk 77"
         shrink_to(pool, until, 3)
         reader.upkeep()
@@ -587,9 +607,7 @@ def test_upkeep_maps_ahead_of_need(create: Create, stub: Stub) -> None:
         connect_here(pool, reader)
         with pool.lease(3 * CHUNK):
             reader.upkeep()
-            mapping = reader._pools[pool.description.pool].mapping
-            assert mapping is not None
-            assert len(mapping._mapped) >= 3
+            assert len(here(reader, pool).mapped) >= 3
 
 
 @pytest.mark.parametrize("moment", ["upkeep", "detach"])
@@ -601,26 +619,26 @@ def test_a_chunk_that_cannot_be_had_or_given_up_does_not_keep_the_others(
         connect_here(pool, reader)
         with pool.lease(4 * CHUNK):
             pass
-        mapping = reader._pools[pool.description.pool].mapping
-        assert mapping is not None
-        memory = mapping._memory
         first, second = CudaError("first", "CUDA_ERROR_UNKNOWN"), CudaError("second", "CUDA_ERROR_UNKNOWN")
         bad = {"map": {0: first, 3: second}, "unmap": {1: first, 2: second}}
-        do = {"map": memory.map, "unmap": memory.unmap}
+        do: dict[str, Callable[..., None]] = {"map": VmmImport.map, "unmap": VmmImport.unmap}
 
-        def work(call: str, position: int, *handle: Any) -> None:
-            if position in bad[call]:
-                raise bad[call][position]
-            do[call](position, *handle)
+        def work(call: str) -> Callable[..., None]:
+            def fails_at_some(memory: VmmImport, position: int, *handle: Any) -> None:
+                if position in bad[call]:
+                    raise bad[call][position]
+                do[call](memory, position, *handle)
+
+            return fails_at_some
 
         for call in bad:
-            monkeypatch.setattr(memory, call, partial(work, call))
+            monkeypatch.setattr(VmmImport, call, work(call))
         with pytest.raises(CudaError, match="first"):
             reader.upkeep()
-        assert (set(mapping._mapped), set(mapping._arrived)) == ({1, 2}, {0, 3})
+        assert tuple(map(set, here(reader, pool))) == ({1, 2}, {0, 3})
         bad["map"].clear()
         reader.upkeep()
-        assert set(mapping._mapped) == {0, 1, 2, 3}
+        assert set(here(reader, pool).mapped) == {0, 1, 2, 3}
         if moment == "detach":
             with pytest.raises(CudaError, match="first"):
                 reader.detach(pool.description.pool)
@@ -629,10 +647,10 @@ def test_a_chunk_that_cannot_be_had_or_given_up_does_not_keep_the_others(
         shrink_to(pool, until, 3)
         with pytest.raises(CudaError, match="first"):
             reader.upkeep()
-        assert (set(mapping._mapped), retiring(pool)) == ({0, 1, 2}, 2), "3 is not theirs any more"
+        assert (set(here(reader, pool).mapped), retiring(pool)) == ({0, 1, 2}, 2), "3 is not theirs any more"
         bad["unmap"].clear()
         reader.upkeep()
-        assert (set(mapping._mapped), retiring(pool)) == ({0}, 0)
+        assert (set(here(reader, pool).mapped), retiring(pool)) == ({0}, 0)
 
 
 def test_what_is_there_is_in_the_line_when_a_consumer_is_admitted(create: Create, until: Until) -> None:
@@ -641,9 +659,7 @@ def test_what_is_there_is_in_the_line_when_a_consumer_is_admitted(create: Create
     with Reader() as reader:
         connect_here(pool, reader)
         reader.upkeep()
-        mapping = reader._pools[pool.description.pool].mapping
-        assert mapping is not None
-        assert mapping._mapped == {0: 1}
+        assert here(reader, pool).mapped == {0: 1}
 
 
 def test_what_could_not_be_sent_is_sent_before_it_is_needed(
@@ -652,15 +668,14 @@ def test_what_could_not_be_sent_is_sent_before_it_is_needed(
     pool = create(4)
     with Reader() as reader:
         column = connect_here(pool, reader)
-        line = pool._consumers[column].line
-        assert line is not None
-        with monkeypatch.context() as patch:
-            patch.setattr(line, "send", lambda *_: False)
-            lease = pool.lease(2 * CHUNK).__enter__()
-            until(lambda: mapped(pool) == 3)
-            with pytest.raises(LeaseError, match="does not take its chunk"):
-                lease.dispatch([column])
-            pool._growth._unsent = False  # type: ignore[union-attr]  # the thread does not try for now
+        send = Sender.send
+        monkeypatch.setattr(Sender, "send", lambda *_: False)
+        lease = pool.lease(2 * CHUNK).__enter__()
+        until(lambda: mapped(pool) == 3)
+        with pytest.raises(LeaseError, match="does not take its chunk"):
+            lease.dispatch([column])
+        here_alone = threading.current_thread()  # the pool's thread does not get through
+        monkeypatch.setattr(Sender, "send", lambda *what: threading.current_thread() is here_alone and send(*what))
         lease.dispatch([column])
         lease.__exit__()
         slot, generation, offset, _ = lease.grant
@@ -696,24 +711,23 @@ def test_a_chunk_that_cannot_be_mapped_costs_its_lease_and_can_be_tried_again(cr
 # --- R7: giving up what somebody may still use ------------------------------------------------------------------------
 
 
-def test_b2_nothing_is_unmapped_while_its_acknowledgement_is_queued(create: Create, stub: Stub, until: Until) -> None:
+def test_b2_nothing_is_unmapped_while_its_acknowledgement_is_queued(pages: Pages, create: Create, stub: Stub) -> None:
     """With a producer that retires too early, as none should: unmapping never waits, and costs its process the GPU."""
     pool = create(4)
     with Reader() as reader:
         column = connect_here(pool, reader)
         proxy = publish(pool, column, some(100))
-        imported = reader._pools[pool.description.pool]
         with reader.open(proxy):
-            pool._control.set_chunk(0, 0)
+            pages.control[-1].set_chunk(0, 0)
             reader.upkeep()
-            assert 0 in imported.mapping._mapped, "it is open"  # type: ignore[union-attr]
+            assert 0 in here(reader, pool).mapped, "it is open"
             stub.device.hold()
         reader.upkeep()
-        assert 0 in imported.mapping._mapped, "its acknowledgement is on its way"  # type: ignore[union-attr]
+        assert 0 in here(reader, pool).mapped, "its acknowledgement is on its way"
         stub.device.let_go()
         reader.upkeep()
-        assert 0 not in imported.mapping._mapped  # type: ignore[union-attr]
-        assert imported.acks.dropped_words()[0] == 1
+        assert 0 not in here(reader, pool).mapped
+        assert pages.acks[-1].dropped_words()[0] == 1
 
 
 def test_b2_a_queued_acknowledgement_keeps_its_chunk_from_being_retired(
@@ -735,40 +749,37 @@ def test_b2_a_queued_acknowledgement_keeps_its_chunk_from_being_retired(
 
 def test_what_was_just_used_is_not_idle(create: Create) -> None:
     pool = create(4)
-    growing = pool._growth
-    assert growing is not None
     with Reader() as reader:
         column = connect_here(pool, reader)
         proxy = publish(pool, column, some(3 * CHUNK))
         reader.acknowledge(proxy)
         before_ns = time.monotonic_ns()
         assert out(pool) == 0
-        assert set(growing.chunks.idle(before_ns)).isdisjoint({0, 1, 2})
+        assert set(growth_of(pool).chunks.idle(before_ns)).isdisjoint({0, 1, 2})
 
 
 def test_r7_what_is_sent_to_one_that_leaves_was_not_sent(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that comes in the very moment in which the line was found empty for the last time."""
     pool = create(4)
     with Reader() as reader:
-        column = connect_here(pool, reader)
-        mapping, line = reader._pools[pool.description.pool].mapping, pool._consumers[column].line
-        assert mapping is not None
-        assert line is not None
-        receive, sent = mapping._line.receive, []
+        attachment, fds = reader.attach(*pool.export())
+        line, receive, sent = Sender(os.dup(fds[-1])), Receiver.receive, []
+        pool.admit(attachment, fds)
 
-        def receive_and_send() -> Any:
-            arrived = receive()
+        def receive_and_send(receiver: Receiver) -> Any:
+            arrived = receive(receiver)
             if arrived is None:
                 sent.append(line.send(7, 3, 0))
             return arrived
 
-        monkeypatch.setattr(mapping._line, "receive", receive_and_send)
+        monkeypatch.setattr(Receiver, "receive", receive_and_send)
         reader.detach(pool.description.pool)
+        line.close()
         assert sent == [False]
 
 
 def test_r7_a_reader_that_detaches_holds_nothing_and_says_so(
-    create: Create, start: Callable[[], Peer], until: Until
+    create: Create, start: Callable[[], Peer], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, peer, other = create(4), start(), start()
     column = peer.join(pool)
@@ -784,7 +795,10 @@ def test_r7_a_reader_that_detaches_holds_nothing_and_says_so(
     shrink_to(pool, until, 0)
     with pool.lease(4 * CHUNK) as lease, pytest.raises(LeaseError, match="does not take its chunk"):
         lease.dispatch([column])
-    assert not pool._growth._unsent, "a line that is shut is not tried again"  # type: ignore[union-attr]
+    monkeypatch.setattr(Sender, "send", lambda *_: pytest.fail("a line that is shut is tried again"))
+    look_again(pool, until)
+    look_again(pool, until)
+    assert pool.check_growth() is None
     for each in (peer, other):
         each.ask("reset")
 
@@ -857,22 +871,26 @@ def calls(stub_cuda: Any) -> list[str]:
 
 
 def test_b2_who_leaves_waits_for_the_device_and_then_gives_its_addresses_up(
-    create: Create, stub_cuda: Any, until: Until
+    create: Create, stub_cuda: Any, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = create(2)
     with Reader() as reader:
         connect_here(pool, reader)
         with pool.lease(2 * CHUNK):
             reader.upkeep()
-        mapping = reader._pools[pool.description.pool].mapping
-        assert mapping is not None
-        assert len(mapping._mapped) == 2
+        assert len(here(reader, pool).mapped) == 2
         calls(stub_cuda)
-        reader.detach(pool.description.pool)
+        upkeep = ChunkImports.upkeep
+
+        def detached_before(mapping: ChunkImports) -> None:
+            reader.detach(pool.description.pool)
+            monkeypatch.setattr(Receiver, "receive", lambda _: pytest.fail("there is nothing left to look at"))
+            upkeep(mapping)
+
+        monkeypatch.setattr(ChunkImports, "upkeep", detached_before)
+        reader.upkeep()
         last = ["cuMemHostUnregister", "cuMemAddressFree", "cuDevicePrimaryCtxRelease"]
         assert calls(stub_cuda) == ["cuCtxSynchronize", *2 * ["cuMemUnmap"], *last]
-        mapping._line.receive = lambda: 1 / 0  # type: ignore[method-assign,assignment]
-        mapping.upkeep()  # of a thread that was about to: there is nothing left to look at
     pool.close()
     [unregister, *last] = last
     assert calls(stub_cuda) == [unregister, "cuCtxSynchronize", *2 * ["cuMemUnmap"], *last]
@@ -891,15 +909,21 @@ def test_a_pool_that_is_refused_keeps_no_context(stub: Stub, stub_cuda: Any, pro
 def test_nobody_waits_for_the_driver(create: Create, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     """The pool's lock is taken on event loops."""
     pool = create(4)
-    memory, locked = pool._growth._memory, list[bool]()  # type: ignore[union-attr]
-    do = {"grow": memory.grow, "shrink": memory.shrink}
+    locked = list[bool]()
+    do: dict[str, Callable[..., Any]] = {"grow": VmmSegment.grow, "shrink": VmmSegment.shrink}
 
-    def work(call: str, position: int) -> Any:
-        locked.append(pool._lock._is_mine())
-        return do[call](position)
+    def work(call: str) -> Callable[..., Any]:
+        def asked_meanwhile(memory: VmmSegment, position: int) -> Any:
+            asking = threading.Thread(target=pool.outstanding, args=(0,), daemon=True)
+            asking.start()
+            asking.join(WAIT_S)
+            locked.append(asking.is_alive())
+            return do[call](memory, position)
+
+        return asked_meanwhile
 
     for call in do:
-        monkeypatch.setattr(memory, call, partial(work, call))
+        monkeypatch.setattr(VmmSegment, call, work(call))
     with pool.lease(4 * CHUNK):
         pass
     shrink_to(pool, until)
@@ -920,16 +944,19 @@ def test_the_thread_sends_again_what_could_not_be_sent(
 ) -> None:
     pool = create(4)
     with Reader() as reader:
-        column = connect_here(pool, reader)
-        growing, line = pool._growth, pool._consumers[column].line
-        assert growing is not None
+        connect_here(pool, reader)
+
+        def come() -> set[int]:
+            reader.upkeep()
+            return set(here(reader, pool).mapped)
+
         with monkeypatch.context() as patch:
-            patch.setattr(line, "send", lambda *_: False)
+            patch.setattr(Sender, "send", lambda *_: False)
             with pool.lease(2 * CHUNK):
                 until(lambda: pool.statistics().grown == 3)
-            assert not any(growing.chunks.is_sent(position, column) for position in (1, 2))
-        growing._wake.set()
-        until(lambda: all(growing.chunks.is_sent(position, column) for position in (1, 2)))  # and nobody dispatches
+            assert come() == {0}
+        growth_of(pool).look()
+        until(lambda: come() == {0, 1, 2})  # and nobody dispatches
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "torch"])
@@ -942,20 +969,19 @@ def test_a_chunk_that_cannot_be_mapped_holds_nothing(
     with Reader() as reader, monkeypatch.context() as patch:
         if pool is not None:
             connect_here(pool, reader)
-        handles = len(stub.driver.chunks)
+        handles, before = len(stub.driver.chunks), mapped_here()
         if call == "torch":
             patch.setattr(stub.device, "over", lambda *_: 1 / 0)
         else:
             stub.refuse(call)
         if pool is not None:
-            memory: Any = reader._pools[pool.description.pool].memory
             with pytest.raises((CudaError, ZeroDivisionError)):
                 reader.upkeep()
+            assert here(reader, pool).mapped == {}
         else:
             pool = create(4)
-            memory = pool._segment
             assert (mapped(pool), physical(os.getpid())) == (0, 0)
-        assert (len(stub.driver.chunks), memory._space._mapped) == (handles, set())
+        assert (len(stub.driver.chunks), mapped_here() - before) == (handles, set())
         stub.allow()
 
 
@@ -1015,7 +1041,7 @@ def test_a_lease_that_waits_is_woken_by_the_end(create: Create, stub: Stub, unti
             found.append(problem)
 
     waiting, closing = threading.Thread(target=lend, daemon=True), threading.Thread(target=pool.close, daemon=True)
-    with held_up(pool) as begun:
+    with held_up() as begun:
         waiting.start()
         assert begun.wait(WAIT_S)
         closing.start()
@@ -1030,17 +1056,16 @@ def test_a_lease_that_waits_is_woken_by_the_end(create: Create, stub: Stub, unti
 # --- what goes wrong in the thread ------------------------------------------------------------------------------------
 
 
-def fail(pool: Pool, monkeypatch: pytest.MonkeyPatch, times: int, problem: Exception, call: str = "grow") -> None:
-    """Let a pool's memory fail so often."""
-    memory = pool._growth._memory  # type: ignore[union-attr]
-    work, left = getattr(memory, call), [problem] * times
+def fail(monkeypatch: pytest.MonkeyPatch, times: int, problem: Exception, call: str = "grow") -> None:
+    """Let the memory of pools fail so often."""
+    work, left = getattr(VmmSegment, call), [problem] * times
 
-    def failing(position: int) -> Any:
+    def failing(memory: VmmSegment, position: int) -> Any:
         if left:
             raise left.pop()
-        return work(position)
+        return work(memory, position)
 
-    monkeypatch.setattr(memory, call, failing)
+    monkeypatch.setattr(VmmSegment, call, failing)
 
 
 @pytest.mark.parametrize(
@@ -1051,14 +1076,14 @@ def fail(pool: Pool, monkeypatch: pytest.MonkeyPatch, times: int, problem: Excep
 def test_whatever_fails_while_it_grows_is_counted_told_once_and_outlived(
     create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, problem: Exception
 ) -> None:
-    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    monkeypatch.setattr(growth_state, "REFUSED_S", 0.05)
     pool = create(4)
-    fail(pool, monkeypatch, 2, problem)
+    fail(monkeypatch, 2, problem)
     for count in (1, 2):
         with pytest.raises(PoolFull):
             pool.lease(2 * CHUNK).__enter__()
         assert (mapped(pool), pool.statistics().growth_failed) == (1, count), "the position is not coming for ever"
-        until(lambda: pool._growth._refused_until_ns < time.monotonic_ns())  # type: ignore[union-attr]
+        until(lambda: growth_of(pool).state.grow_from_ns < time.monotonic_ns())
     assert [pool.check_growth(), pool.check_growth()] == [problem, None]
     with pool.lease(2 * CHUNK):
         assert pool.statistics().growth_refused == 0
@@ -1067,10 +1092,10 @@ def test_whatever_fails_while_it_grows_is_counted_told_once_and_outlived(
 def test_whatever_fails_before_it_grows_is_outlived_too(
     create: Create, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
-    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    monkeypatch.setattr(growth_state, "REFUSED_S", 0.05)
     pool = create(4)
     with monkeypatch.context() as patch:
-        patch.setattr(pool._growth.chunks, "needed", lambda *_: 1 / 0)  # type: ignore[union-attr]
+        patch.setattr(growth_of(pool).chunks, "needed", lambda *_: 1 / 0)
         look_again(pool, until)
     assert isinstance(pool.check_growth(), ZeroDivisionError)
     until(lambda: pool.fits([3 * CHUNK]))
@@ -1079,7 +1104,7 @@ def test_whatever_fails_before_it_grows_is_outlived_too(
 def test_a_chunk_that_cannot_be_unmapped_stays_in_the_budget_and_is_tried_again(
     create: Create, monkeypatch: pytest.MonkeyPatch, stub: Stub, until: Until
 ) -> None:
-    monkeypatch.setattr(growth, "REFUSED_S", 0.05)
+    monkeypatch.setattr(growth_state, "REFUSED_S", 0.05)
     pool = create(4)
     with pool.lease(4 * CHUNK):
         pass
@@ -1106,13 +1131,12 @@ def test_r10_a_context_that_is_lost_in_the_thread_is_told_to_who_asks_and_to_who
     if problem == "torch's":
         problem = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
     pool = create(4)
-    growing = pool._growth
-    assert growing is not None
+    growing = growth_of(pool)
     if call == "shrink":
         with pool.lease(3 * CHUNK):
             pass
         pool.reclaim()
-    fail(pool, monkeypatch, 99, problem, call)
+    fail(monkeypatch, 99, problem, call)
     idle_after(pool, 0.0)
     if call == "grow":
         growing.ask([3 * CHUNK])
@@ -1126,7 +1150,7 @@ def test_r10_a_context_that_is_lost_in_the_thread_is_told_to_who_asks_and_to_who
     assert out(pool) == 0
     statistics = pool.statistics()
     assert statistics.mapped_nbytes + statistics.retiring_nbytes <= 4 * CHUNK
-    assert growing._patience_s() is None, "and nothing more is tried"
+    assert growing.patience_s() is None, "and nothing more is tried"
 
 
 async def test_r10_a_stage_s_next_look_finds_the_lost_context(
@@ -1134,7 +1158,7 @@ async def test_r10_a_stage_s_next_look_finds_the_lost_context(
 ) -> None:
     pool, ended = create(4), []
     lost = CudaError("cuMemCreate", "CUDA_ERROR_ECC_UNCORRECTABLE")
-    fail(pool, monkeypatch, 1, lost)
+    fail(monkeypatch, 1, lost)
     assert pool.growing([2 * CHUNK])
     until(lambda: pool.check_growth() is lost)
     monkeypatch.setattr("tensorferry.pipeline.process.stage.Broker", lambda *_, **__: Serving())
@@ -1166,15 +1190,20 @@ class Serving(AbstractAsyncContextManager[Any]):
 # --- the line -------------------------------------------------------------------------------------------------------
 
 
+def narrow(sender: Sender, descriptor: int, made: Callable[[Sender, int], None] = Sender.__init__) -> None:
+    """Make a line that takes a few packets, the kernel's least."""
+    with socket.socket(fileno=os.dup(descriptor)) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    made(sender, descriptor)
+
+
 def test_who_does_not_empty_its_line_is_dispatched_nothing_that_it_cannot_map(
-    create: Create, start: Callable[[], Peer], until: Until
+    create: Create, start: Callable[[], Peer], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, stopped = create(40, slots=64), start()
+    monkeypatch.setattr(Sender, "__init__", narrow)
     column = stopped.join(pool)
     until(lambda: pool.statistics().grown == 1)
-    line = pool._consumers[column].line
-    assert line is not None
-    line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's least: a few packets
     stopped.stop()
     with ExitStack() as leases:
         last = [leases.enter_context(pool.lease(CHUNK)) for _ in range(40)][-1]
@@ -1249,15 +1278,15 @@ def test_packets_that_are_not_of_the_protocol_are_passed_over(create: Create) ->
     """By a consumer: too short, too long, without a descriptor, for positions that are taken or are none."""
     pool = create(4)
     with Reader() as reader:
-        column = connect_here(pool, reader)
-        proxy = publish(pool, column, some(100))
-        line = pool._consumers[column].line
-        assert line is not None
-        for packet in (b"", b"1234567", b"123456789"):
-            socket.send_fds(line._socket, [packet], [0])
-        line._socket.send(b"\1\0\0\0\3\0\0\0")
-        for position in (0, 4, 0xFFFFFFFF):
-            assert line.send(9, position, 0)
+        attachment, fds = reader.attach(*pool.export())
+        with socket.socket(fileno=os.dup(fds[-1])) as line, closing(Sender(os.dup(fds[-1]))) as sender:
+            column = pool.admit(attachment, fds)
+            proxy = publish(pool, column, some(100))
+            for packet in (b"", b"1234567", b"123456789"):
+                socket.send_fds(line, [packet], [0])
+            line.send(b"\1\0\0\0\3\0\0\0")
+            for position in (0, 4, 0xFFFFFFFF):
+                assert sender.send(9, position, 0)
         with reader.open(proxy) as view:
             assert digest(view.data) == digest(some(100))
         other = publish(pool, column, some(3 * CHUNK))

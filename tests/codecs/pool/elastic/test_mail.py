@@ -36,7 +36,7 @@ from tensorferry.codecs.messages import (
 )
 from tensorferry.codecs.messages import Pool as PoolAnnouncement
 from tensorferry.codecs.pool.elastic import mail
-from tensorferry.codecs.pool.elastic.chunk_imports import Mapping
+from tensorferry.codecs.pool.elastic.chunk_imports import ChunkImports
 from tensorferry.codecs.pool.elastic.descriptor_line import Arrived
 from tensorferry.codecs.pool.elastic.mail import Letter, ReleaseMail
 from tensorferry.codecs.pool.export import Attachment, Export
@@ -153,12 +153,10 @@ def out(pool: Pool) -> int:
 
 def shrink(pool: Pool, until: Until) -> None:
     """Wait until the spare is all that is mapped; then shrink no more."""
-    growing = pool._growth
-    assert growing is not None
-    growing._idle_ns = 0
-    growing._wake.set()
+    assert pool.growth is not None
+    pool.growth.idle_s = 0.0
     until(lambda: out(pool) == 0 and pool.statistics().mapped_nbytes == CHUNK)
-    growing._idle_ns = int(FOREVER_S * 1e9)
+    pool.growth.idle_s = FOREVER_S
 
 
 def retiring(pool: Pool) -> int:
@@ -410,7 +408,7 @@ def test_an_acknowledgement_of_what_nobody_was_lent_is_quarantined(create: Creat
     assert pool.check_words() == [column], "who quarantines it is told"
     assert pool.check_words() == []
     assert pool.hear(Released(proxy.pool, me, (living,))) is None, "believed no more"
-    assert (out(pool), pool.statistics().foreign_words) == (1, 1)
+    assert (out(pool), pool.statistics().acks_invalid) == (1, 1)
     with pytest.raises(LeaseError, match="quarantined"):
         publish(pool, column, some(100))
     pool.strike(column)
@@ -607,7 +605,7 @@ class Late:
 
 def test_a_chunk_that_waits_in_the_line_is_not_said_to_be_dropped() -> None:
     late: Any = Late()
-    mapping = Mapping(late, late, late, late, CHUNK, [0])
+    mapping = ChunkImports(late, late, late, late, CHUNK, [0])
     mapping.upkeep()
     assert (late.dropped, len(late.chunks)) == ([], 1)
     mapping.upkeep()
@@ -821,7 +819,7 @@ def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
     chance = random.Random(seed)
     post = UnreliablePost(chance)
     pool = create(4, slots=3)
-    growing = pool._growth
+    growing = pool.growth
     assert growing is not None
     waiting: list[tuple[Reader, Proxy, str]] = []
     with ExitStack() as readers:
@@ -848,8 +846,7 @@ def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
                     one.upkeep()
                 case 3:
                     pool.reclaim()
-                    growing._idle_ns = chance.choice((0, int(1e12)))
-                    growing._wake.set()
+                    growing.idle_s = chance.choice((0.0, FOREVER_S))
                 case 4:
                     post.bring(chance.randrange(4))
                 case 5:
@@ -861,7 +858,7 @@ def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
                         read += 1
             statistics = pool.statistics()
             assert statistics.mapped_nbytes + statistics.retiring_nbytes <= 4 * CHUNK
-        growing._idle_ns = 0
+        growing.idle_s = 0.0
 
         def settled() -> bool:
             for one in consumers.values():
@@ -871,11 +868,11 @@ def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
                     waiting.remove(entry)
                     with one.open(entry[1]) as view:
                         assert digest(view.data) == entry[2]
-            growing._wake.set()
+            growing.look()
             statistics = pool.statistics()
             over = (out(pool), statistics.mapped_nbytes, statistics.retiring_nbytes) == (0, CHUNK, 0)
             return over and not waiting and not any(one.letters() for one in consumers.values())
 
         until(settled)
         assert read, "it was worth it"
-        assert pool.statistics().foreign_words == 0
+        assert pool.statistics().acks_invalid == 0
