@@ -1,7 +1,7 @@
 """Elastic pools on a GPU: memory that comes and goes while others read, and what is left when somebody stops or dies.
 
 Between real processes. What both kinds of pools share is tested in `test_cuda_pools.py`, and the decisions without a
-GPU in `tests/codecs/pool/elastic/test_growth.py`.
+GPU in `tests/codecs/pool/elastic/`.
 """
 
 from __future__ import annotations
