@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 from tests.codecs.pool.hand_driven_gpu import DEVICE_POINTER, NBYTES, HandDrivenGpu, Shop
@@ -47,7 +46,7 @@ def shop(gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
 def registering(gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch) -> HandDrivenGpu:
     """The GPU that host pools are registered with."""
     monkeypatch.setattr(registered, "CudaDevice", lambda driver, ordinal: gpu)
-    monkeypatch.setattr(registered, "Driver", SimpleNamespace(load=lambda: None))
+    monkeypatch.setattr(registered.Driver, "load", lambda: None)
     monkeypatch.setattr(control_module, "STORES_S", 0.01)
     return gpu
 

@@ -22,8 +22,9 @@ from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View
-from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
+from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec, TimeoutsSpec
 from tensorferry.pipeline.peers.peer import Peer, PeerLife
+from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
 from tensorferry.stages.finished_requests import Tombstones
@@ -32,7 +33,26 @@ from tensorferry.stages.scheduler.scheduler import Scheduler
 READY_S = 60.0  #: a test that waits for it fails by its deadline
 
 
-def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> Any:
+class EveryPeer:
+    """Peers that know everybody. taker: who takes embeddings, if it matters."""
+
+    def __init__(self, taker: Peer | None = None) -> None:
+        self._taker = taker
+
+    def knows(self, origin: wire.Origin) -> bool:
+        return True
+
+    def taker(self, *_: object) -> Peer | None:
+        return self._taker
+
+    def tell(self, message: wire.Message) -> None: ...
+
+
+def ready_within(ready_s: float) -> Deployment:
+    return Deployment(name="test", timeouts=TimeoutsSpec(ready_s=ready_s))
+
+
+def stage_of(reader: Reader, tasks: asyncio.TaskGroup) -> Any:
     return SimpleNamespace(
         reader=reader,
         device=None,
@@ -40,11 +60,10 @@ def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> An
         alone=nullcontext,
         outlive=lambda problem: None,
         limits=Limits(),
-        peers=SimpleNamespace(knows=lambda origin: True),
-        counters=SimpleNamespace(count=counted.append),
-        deployment=SimpleNamespace(
-            timeouts=SimpleNamespace(ready_s=READY_S), scheduler=SimpleNamespace(attention_tp_size=1)
-        ),
+        origin=wire.Origin("scheduler", 0, 8),
+        peers=EveryPeer(),
+        counters=Counters(),
+        deployment=ready_within(READY_S),
     )
 
 
@@ -52,12 +71,17 @@ class Collector(Scheduler):
     """A scheduler as far as what becomes of embeddings that arrive."""
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
-        self._stage, self._copier = stage, copier
+        self.stage = self._stage = stage
+        self._copier = copier
         self._over, self._collected = Tombstones(60.0), Tombstones(60.0)
         self._collecting, self._idle = 0, asyncio.Event()
         self._pending, self._ready, self._running = {}, deque(), []
         self.filed: list[tuple[Any, Any]] = []
         self.is_filed = asyncio.Event()
+
+    def end_request(self) -> None:
+        """The request whose embeddings arrive is over."""
+        self._over.add(bytes(16), 0)
 
     async def settled(self) -> None:
         async with asyncio.timeout(10):
@@ -76,7 +100,7 @@ class Collector(Scheduler):
 async def collector(host_shop: Shop) -> AsyncIterator[Collector]:
     async with asyncio.TaskGroup() as tasks:
         with ThreadPoolExecutor(1) as copier:
-            yield Collector(stage_of(host_shop.reader, tasks, []), copier)
+            yield Collector(stage_of(host_shop.reader, tasks), copier)
 
 
 async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop, collector: Collector) -> None:
@@ -92,7 +116,6 @@ async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_sh
 
 
 async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Collector) -> None:
-    collector._stage.peers.tell, collector._stage.origin = (lambda message: None), None
     collector.arrive(host_shop.publish())
     draining = asyncio.create_task(collector.drain())
     await asyncio.sleep(0)
@@ -110,10 +133,10 @@ async def test_what_a_request_that_is_over_owes_is_given_back_at_once(
 ) -> None:
     written, unwritten = host_shop.publish_written(), host_shop.publish()
     if when == "before it arrives":
-        collector._over.add(bytes(16), 0)
+        collector.end_request()
     collector.arrive(unwritten, written)
     await asyncio.sleep(0)
-    collector._over.add(bytes(16), 0)
+    collector.end_request()
     await collector.settled()
     assert collector.filed[0][0] is None
     assert host_shop.out() == 1, "the one that is being written"
@@ -134,7 +157,7 @@ async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Sho
 async def test_a_lease_that_is_never_written_is_said_to_be_late(
     host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector._stage.deployment.timeouts.ready_s = 0.01
+    collector.stage.deployment = ready_within(0.01)
     collector.arrive(host_shop.publish(), host_shop.publish())
     await collector.settled()
     assert "was not written within 0.01 s" in str(collector.filed[0][1])
@@ -181,10 +204,10 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
     life = PeerLife(8, shop.column)
     scheduler = Peer("scheduler", 0, outbox, downstream=True, quarantine_s=60.0, life=life)
     async with asyncio.TaskGroup() as tasks:
-        stage = stage_of(shop.reader, tasks, [])
+        stage = stage_of(shop.reader, tasks)
         stage.epoch, stage.origin, stage.publisher = 7, wire.Origin("encoder", 0, 7), Publisher(shop.pool)
         stage.deployment = Deployment(name="test", encoder=EncoderSpec(batch_patches=1))
-        stage.peers = SimpleNamespace(taker=lambda *_: scheduler, knows=lambda _: True)
+        stage.peers = EveryPeer(scheduler)
         adapter = Adapter()
         with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(2) as waiter:
             encoder = Encoder(stage, adapter, thread, waiter)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tensorferry.codecs.memory.memory import GpuHandle
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
+from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.codecs.tensors import CODES
 
 
@@ -178,7 +178,7 @@ def test_a_torch_that_cannot_use_cuda_is_no_driver(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(NoDriver, match=r"torch .* cannot use CUDA: Torch not compiled with CUDA enabled"):
-        CudaDevice(SimpleNamespace(), 0)  # type: ignore[arg-type]
+        CudaDevice(object(), 0)  # type: ignore[arg-type]
 
 
 # --- host memory that a GPU writes ------------------------------------------------------------------------------
@@ -225,7 +225,9 @@ def test_a_host_pool_that_a_gpu_writes_is_registered_for_writing(registering: Ha
         with pool.lease(1000), pool.lease(10) as lease:
             lease.data[:] = 3
             assert lease.grant.offset == 1024
-        assert pool._segment._segment.data[1024:1034].tolist() == [3] * 10  # type: ignore[attr-defined]
+        _, fds = pool.export()
+        assert os.pread(fds[0], 10, 1024) == b"\3" * 10
+        close_all(fds)
         registering.run(1)
     assert (registering.registered, registering.closed) == ({}, 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -33,6 +33,7 @@ from tensorferry.codecs.messages import (
     Released,
     Retired,
 )
+from tensorferry.codecs.pool.control import AckPage
 from tensorferry.codecs.pool.elastic import mail
 from tensorferry.codecs.pool.elastic.chunk_imports import ChunkImports
 from tensorferry.codecs.pool.elastic.descriptor_line import Arrived
@@ -237,7 +238,8 @@ def test_a_chunk_that_waits_in_the_line_is_not_said_to_be_dropped() -> None:
 
 def test_a_chunk_is_over_when_a_later_one_is_there(reader: Reader) -> None:
     """Its own retirement was lost, or is late."""
-    ours = ReleaseMail(1, 2, reader.consumer, SimpleNamespace(), 4, 2)  # type: ignore[arg-type]
+    with closing(AckPage.create(4, 1, reader.consumer, 2)) as acks:
+        ours = ReleaseMail(1, 2, reader.consumer, acks, 4, 2)
     for serial in (1, 3):
         ours.hear(Chunks(1, reader.consumer, (Chunk(0, serial),)))
     assert [ours.is_over(0, serial) for serial in (1, 2, 3, 4)] == [True, True, False, False]
