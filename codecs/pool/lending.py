@@ -1,6 +1,6 @@
 """What a pool lends, under one lock: the ledger, the control words, the memory, and the growth of an elastic pool.
 
-`Pool` and its `Lease` both stand on it: `Pool` makes it and says who consumes, `Lease` is one block of a writer.
+`Pool` makes it and admits consumers. A `Lease` is one block of a writer, and uses it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from tensorferry.codecs.pool.ledger import Grant, Ledger
 from tensorferry.codecs.system.deadline import Deadline
 from tensorferry.codecs.system.interruptible_lock import Lock
 
-RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
-WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
+RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that the lock is soon free again
+WARM_FROM_NBYTES = (
+    4 << 20
+)  #: from here on a pass to reclaim comes first: writing memory that was just used takes half the time
 
 
 class Lending:
@@ -122,20 +124,22 @@ class Lending:
             self.growth.deliveries.check_sent(column, grant)
 
     def dispatch(self, grant: Grant, columns: tuple[int, ...]) -> None:
-        """Book that these consumers are told. Raises LeaseError, LeaseNotReady; see `Lease.dispatch`."""
+        """Book a dispatch to these consumers. Raises LeaseError, LeaseNotReady; see `Lease.dispatch`."""
         if self._by_mail and any(map(self.needs_complete, columns)):
             self._check_complete(grant)
         self.ledger.dispatch(grant, columns)
 
     def needs_complete(self, column: int) -> bool:
-        """Whether a consumer is told of bytes that are complete, and of no others: it cannot see `ready`."""
+        """Whether a consumer may be sent complete bytes alone, as it cannot see `ready`."""
         consumer = self.consumers.get(column)
         return consumer is not None and consumer.page is None
 
     def _check_complete(self, grant: Grant) -> None:
         slot, generation = grant[:2]
         if self.control.look(slot)[self.control.POISON] == generation:
-            raise LeaseError(slot, generation, "is poisoned, which cannot be told by message")
+            raise LeaseError(
+                slot, generation, "is poisoned, so it cannot be dispatched to a consumer that acknowledges by message"
+            )
         if not self.is_complete(grant):
             raise LeaseNotReady(slot, generation, "is not complete yet: dispatch it to this consumer once `prepared`")
 
@@ -182,7 +186,7 @@ class Lending:
         return self.growth.ask(self._rounded(sizes))
 
     def reclaim(self) -> int:
-        """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
+        """End the leases that have come back, at most RECLAIM_AT_ONCE. Returns how many."""
         if self.closed:
             return 0
         consumers = self.consumers.items()
@@ -199,7 +203,7 @@ class Lending:
         return len(ended)
 
     def _reclaim_also_of_dead(self) -> int:
-        """End what has come back; if that is nothing, what dead consumers had. Returns how many leases."""
+        """End the leases that have come back; if there are none, those of dead consumers. Returns how many."""
         return self.reclaim() or (self.reclaim() if self.strike_dead() else 0)
 
     def _rounded(self, sizes: Sequence[int]) -> list[int]:
@@ -208,7 +212,7 @@ class Lending:
     # --- consumers that are gone
 
     def strike(self, column: int) -> None:
-        """Write off a consumer; its leases need it no more."""
+        """Write off a consumer: no lease waits for it any more."""
         consumer = self.consumers.pop(column)
         self.ledger.strike(column)
         if self.growth is not None:
@@ -216,7 +220,7 @@ class Lending:
         consumer.close()
 
     def strike_dead(self) -> list[int]:
-        """Strike every consumer whose process is gone; returns their columns."""
+        """Write off every consumer whose process is gone. Returns their columns."""
         dead = [column for column, consumer in self.consumers.items() if consumer.is_dead]
         for column in dead:
             self.strike(column)

@@ -41,7 +41,7 @@ from tensorferry.codecs.tensors import MAX_NBYTES
 MOST_DEVICES = 1023
 NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
 PoolMemory = Literal["host", "cuda_ipc", "cuda_vmm"]
-IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, unless they are told otherwise
+IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, by default
 
 
 class Pool:
@@ -167,8 +167,8 @@ class Pool:
         """Take a consumer's ack page and process descriptors, which are this pool's from now on.
 
         Of an elastic pool, its end of the line too; the chunks that there are, are in it when this returns. With `mail`
-        there is no ack page, and a line only for descriptors; from another node nothing comes, and whoever knows of the
-        consumer's death must `strike` it. Returns the consumer's column. Raises AttachRefused, TypeError.
+        there is no ack page, and a line only for descriptors. From another node nothing comes, and the caller must
+        `strike` the consumer once its death is known. Returns the consumer's column. Raises AttachRefused, TypeError.
         """
         check_taken(attachment, Attachment, fds)
         if self.mail is None:
@@ -180,7 +180,7 @@ class Pool:
             with self._lock():
                 self._lending.check_open()
                 if self.mail and any(other.epoch == consumer.epoch for other in self._consumers.values()):
-                    raise AttachRefused(f"consumer {consumer.epoch} has a column already: its mail would be two's")
+                    raise AttachRefused(f"consumer {consumer.epoch} has a column already; detach it first")
                 column = self._ledger.admit()
                 self._consumers[column] = consumer
                 if self.growth is not None:
@@ -189,8 +189,8 @@ class Pool:
         return column
 
     def strike(self, column: int) -> None:
-        """Write off a consumer that is proven dead; its leases need it no more. Of one on another node the proof is the
-        word of that node's supervisor, which has seen its process end.
+        """Write off a consumer that is proven dead: no lease waits for it any more. For a consumer on another node the
+        proof is the word of that node's supervisor, which has seen the process end.
 
         No-op for one that the pool has found dead by itself, as it does when it is short of space. Raises ValueError
         for a column that `admit` never gave.
@@ -202,18 +202,18 @@ class Pool:
                 self._lending.written_off += 1
 
     def outstanding(self, column: int) -> list[tuple[int, int]]:
-        """Slot and generation of every lease that this consumer has been told of and has not acknowledged yet."""
+        """Slot and generation of every lease that was dispatched to this consumer and is not acknowledged yet."""
         with self._lock():
             self._lending.reclaim()
             return [grant[:2] for grant in self._ledger.outstanding(column)]
 
     def strike_dead(self) -> list[int]:
-        """Strike every consumer whose process is gone; returns their columns."""
+        """Write off every consumer whose process is gone. Returns their columns."""
         with self._lock():
             return self._lending.strike_dead()
 
     def check_words(self) -> list[int]:
-        """Quarantine the consumers that have acknowledged what nobody was ever lent; returns their columns.
+        """Quarantine the consumers that have acknowledged a lease that there never was. Returns their columns.
 
         Such an acknowledgement, of a generation that its slot has not had yet, shows a writer that stores where or what
         it should not. So none of that consumer's words is believed any more: what it was lent stays out until its
@@ -234,10 +234,10 @@ class Pool:
             return [column for column in found if column in self._consumers]
 
     def check_growth(self) -> Exception | None:
-        """What went wrong in an elastic pool's thread, which goes on: for the periodic recycler to say so.
+        """What went wrong in an elastic pool's thread, which goes on. The periodic recycler logs it.
 
-        The problem that cost this process its GPU, whenever it is asked for: what leases want of the pool from then on
-        raises it too. Else the first one, once; the others are counted, as `growth_failed`.
+        The problem that cost this process its GPU is returned at every call, and every new lease raises it too. Of
+        other problems the first is returned, once; the rest are only counted, as `growth_failed`.
         """
         with self._lock():
             return None if self.growth is None else self.growth.problem()
@@ -245,23 +245,23 @@ class Pool:
     # --- by message
 
     def letters(self) -> list[Letter]:
-        """What consumers are to be told of chunks now, for the caller to send: again, until they have answered."""
+        """The messages about chunks that are due now, for the caller to send; repeated until they are answered."""
         now = time.monotonic()
         with self._lock():
             mails = [consumer.line for consumer in self._consumers.values() if isinstance(consumer.line, ChunkMail)]
             return [letter for mail in mails for letter in mail.due(now)]
 
     def knows(self, message: Released) -> bool:
-        """Whether it is of a consumer that this pool has, and that acknowledges by message."""
+        """Whether a message comes from a consumer of this pool that acknowledges by message."""
         with self._lock():
             return self._corresponding(message) is not None
 
     def hear(self, message: Released) -> Letter | None:
-        """Book what a consumer says by message; the answer to it, for the caller to send.
+        """Book a consumer's message. Returns the answer, for the caller to send.
 
-        However often it comes, and in whatever order: what is booked already changes nothing. None from one that has no
-        column (it is dead, or of another life), and from one that is not believed: it is quarantined here, as by
-        `check_words`, for acknowledging what nobody was ever lent.
+        A message may be repeated or late: an entry that is booked already changes nothing. Returns None for a consumer
+        without a column (it is dead, or of a previous epoch) and for a quarantined one. A message that acknowledges a
+        lease that there never was quarantines its consumer, as `check_words` does.
         """
         with self._lock():
             column = self._corresponding(message)
@@ -314,7 +314,7 @@ class Pool:
             return not self._lending.closed and self._lending.ask_for(sizes) is not None
 
     def private(self, nbytes: int) -> Bytes | None:
-        """Memory like the pool's that is not of the pool; None for a host pool: any will do."""
+        """Memory of the same kind outside the pool; None for a host pool, where any memory will do."""
         return self._segment.private(nbytes)
 
     def order(self) -> Order:

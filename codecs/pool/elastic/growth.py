@@ -1,10 +1,10 @@
 """Lets an elastic pool grow with demand and shrink when it is idle, in a thread of its own.
 
 Making a chunk takes about a millisecond and giving one back as long, so neither is done where tensors are handed out.
-The thread keeps a *spare*, free space of at least one chunk, and works whenever somebody has begun to use it.
+The thread keeps a *spare*, free space of at least one chunk, and works whenever a lease has begun to use it.
 
 A chunk is given back only when no lease touches it. A lease ends after its `ready` and its acknowledgements were seen
-on the host, or have come, so nobody has work queued on such a chunk.
+on the host, or have come, so no process has work queued on such a chunk.
 
 The pool and the thread share three things, all under the pool's lock. The pool writes `wanted`, and the thread takes
 it. The thread replaces `state`, and the pool reads it. Both use the ledger, `chunks` and `deliveries`, which are

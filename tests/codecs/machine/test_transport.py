@@ -65,7 +65,7 @@ def test_p2_one_node_without_cuda_is_shm() -> None:
 def test_p2_facts_that_nobody_gathered_are_no_cuda() -> None:
     decision = decide(Wanted(), Facts(host()), ALL)
     assert decision.transport == "shm"
-    assert "nobody has looked for CUDA" in decision.refusals[0].reason
+    assert "CUDA was not looked for" in decision.refusals[0].reason
 
 
 # --- GPUs that stages are given, whatever the pool is

@@ -357,7 +357,7 @@ def test_a_store_into_a_borrowed_view_kills_the_culprit_and_changes_nothing(
     culprit.send("store_into", payload)
     assert culprit.wait() == -signal.SIGSEGV
     _, fds = pool.export()
-    assert not any(os.pread(fds[0], NBYTES, 0))
+    assert not any(os.pread(fds[0], pool.description.nbytes, 0))
     for fd in fds:
         os.close(fd)
     assert pool.strike_dead() == [column]
