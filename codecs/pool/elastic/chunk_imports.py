@@ -138,7 +138,7 @@ class ChunkImports:
 
     def _look_at(self, position: int) -> None:
         """Map a chunk ahead of need if its handle is a descriptor, which keeps it alive. A FABRIC handle is a name, and
-        its chunk may be gone by now unless we have a lease there. So such a chunk is only given up, if it is retired."""
+        its chunk may be gone by now unless we have a lease there: such a chunk is only given up, if it is retired."""
         with self._lock:
             if position not in self._arrived:
                 return

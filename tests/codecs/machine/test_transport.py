@@ -113,7 +113,7 @@ def test_a_text_only_model_needs_no_gpu_whatever_its_stages_name() -> None:
         assert decide(wanted, facts, ALL).transport == "cpu"
 
 
-def test_gpus_that_cannot_be_used_after_a_step_down_are_told() -> None:
+def test_gpus_that_cannot_be_used_after_a_step_down_are_named() -> None:
     wanted = Wanted(gpus_named=(("encoder.devices", 0),))
     assert decide(wanted, CPU_ONLY, ALL).gpus_unused == "there is no NVIDIA CUDA here (libcuda.so.1 cannot be loaded)"
     assert decide(Wanted(), CPU_ONLY, ALL).gpus_unused == ""
@@ -342,7 +342,7 @@ def refused(wanted: Wanted, facts: Facts) -> ConfigError:
     return caught.value
 
 
-def test_p3_an_explicit_choice_is_what_it_says_or_an_error_whatever_the_facts() -> None:
+def test_p3_an_explicit_choice_is_taken_or_an_error_on_every_machine() -> None:
     """Every combination: never a lesser transport, and always a remedy."""
     trials = [WORKS, Trial(False, "import", "no")]
     for transport, nodes, pp_size, opted_in, imex, memfd, gpu, trial in itertools.product(

@@ -140,7 +140,7 @@ def test_b14_cuda_is_looked_for_only_where_it_may_matter(
         ({"disaggregation": "prefill_decode"}, Wanted(disaggregated=True)),
     ],
 )
-def test_p7_what_the_policy_is_told(keys: dict[str, Any], wanted: Wanted) -> None:
+def test_p7_the_settings_that_reach_the_policy(keys: dict[str, Any], wanted: Wanted) -> None:
     assert cli_transport.wanted_by(Deployment(name="a", **keys)) == wanted
 
 
@@ -185,7 +185,7 @@ def test_stages_do_without_the_gpus_they_name_where_auto_finds_no_cuda(loaded) -
     assert loaded(NAMES_A_GPU, facts)[0].gpus, "there is CUDA, and a pool in host memory"
 
 
-def test_gpus_that_are_not_used_are_told(settled) -> None:
+def test_gpus_that_are_not_used_are_logged(settled) -> None:
     _, logs = settled(ONE_H200, transport="cpu", encoder=EncoderSpec(devices=(0,)))
     [line] = [line for line in logs if line["event"] == "gpus_unused"]
     assert (line["settings"], line["log_level"]) == (["encoder.devices"], "warning")

@@ -304,7 +304,7 @@ def test_l12_what_a_killed_producer_had_finished_is_still_read(start_peer: Calla
             raise AssertionError("opened")
 
 
-def test_b07_a_stopped_consumer_keeps_its_own_leases_and_nobody_else_s(
+def test_b07_a_stopped_consumer_keeps_its_own_leases_alone(
     pool: Pool, peer: Peer, start_peer: Callable[[], Peer]
 ) -> None:
     stopped = start_peer()
@@ -325,7 +325,7 @@ def test_b07_a_stopped_consumer_keeps_its_own_leases_and_nobody_else_s(
     assert out(pool) == 0
 
 
-def test_c2_a_consumer_that_comes_again_says_nothing_for_its_former_life(
+def test_c2_a_restarted_consumer_does_not_acknowledge_for_its_previous_epoch(
     pool: Pool, start_peer: Callable[[], Peer]
 ) -> None:
     former, successor = start_peer(), start_peer()

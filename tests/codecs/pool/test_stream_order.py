@@ -148,7 +148,7 @@ def test_l6_a_stale_mapping_is_opened_again_once(gpu: HandDrivenGpu, imported: C
     assert gpu.calls == ["ipc_open", "copy", "ipc_close", "ipc_open", "copy"]
 
 
-def test_l6_but_not_twice(gpu: HandDrivenGpu, imported: CudaImport) -> None:
+def test_l6_a_mapping_that_is_stale_twice_is_an_error(gpu: HandDrivenGpu, imported: CudaImport) -> None:
     gpu.refusals.extend([CudaError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE")] * 2)
     with pytest.raises(CudaError):
         imported.lend(0, 100, gpu.order())

@@ -119,7 +119,7 @@ def test_upkeep_maps_ahead_of_need(create: Create, stub: Stub) -> None:
 
 
 @pytest.mark.parametrize("moment", ["upkeep", "detach"])
-def test_a_chunk_that_cannot_be_had_or_given_up_does_not_keep_the_others(
+def test_a_chunk_that_cannot_be_mapped_or_unmapped_does_not_hold_up_the_others(
     create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, moment: str
 ) -> None:
     pool = create(4)
@@ -238,7 +238,9 @@ def test_b2_nothing_is_unmapped_while_its_acknowledgement_is_queued(pages: Pages
         assert pages.acks[-1].dropped_words()[0] == 1
 
 
-def test_r7_what_is_sent_to_one_that_leaves_was_not_sent(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r7_a_chunk_sent_to_a_reader_that_detaches_counts_as_not_sent(
+    create: Create, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk that comes in the very moment in which the line was found empty for the last time."""
     pool = create(4)
     with Reader() as reader:
@@ -317,7 +319,7 @@ def test_l12_a_killed_producer_s_chunks_can_be_read_and_go_with_the_last_reader(
     assert physical(os.getpid()) == 0
 
 
-def test_b2_who_leaves_waits_for_the_device_and_then_gives_its_addresses_up(
+def test_b2_a_reader_that_detaches_waits_for_the_device_and_then_frees_its_addresses(
     create: Create, stub_cuda: Any, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = create(2)

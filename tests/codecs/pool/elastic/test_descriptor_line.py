@@ -73,7 +73,7 @@ def narrow(sender: Sender, descriptor: int, made: Callable[[Sender, int], None] 
     made(sender, descriptor)
 
 
-def test_who_does_not_empty_its_line_is_dispatched_nothing_that_it_cannot_map(
+def test_a_consumer_that_does_not_empty_its_line_is_dispatched_nothing_that_it_cannot_map(
     create: Create, start: Callable[[], Peer], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, stopped = create(40, slots=64), start()

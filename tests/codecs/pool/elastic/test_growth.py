@@ -111,7 +111,7 @@ def test_a_tensor_may_lie_in_three_chunks(create: Create, start: Callable[[], Pe
     peer.ask("reset")
 
 
-def test_a_lease_waits_no_longer_than_it_was_told(create: Create, stub: Stub, until: Until) -> None:
+def test_a_lease_waits_no_longer_than_grow_wait_s(create: Create, stub: Stub, until: Until) -> None:
     pool = create(4, grow_wait_s=0.1)
     until(lambda: pool.statistics().grown == 1)
     with held_up():
@@ -170,7 +170,7 @@ def test_all_slots_taken_is_no_reason_to_grow(create: Create) -> None:
     assert mapped(pool) <= 2, "the spare, and what the first lease touched"
 
 
-def test_the_impatient_do_not_wait(create: Create, until: Until) -> None:
+def test_an_impatient_lease_does_not_wait(create: Create, until: Until) -> None:
     pool = create(4, grow_wait_s=FOREVER_S)
     until(lambda: pool.statistics().grown == 1)
     with held_up():
@@ -209,7 +209,7 @@ def test_a_chunk_that_comes_half_way_leaves_nothing(create: Create, stub: Stub, 
     stub.allow()
 
 
-def test_r10_a_lost_context_is_told_to_who_asks(create: Create, stub: Stub, until: Until) -> None:
+def test_r10_a_lost_context_is_raised_by_every_lease(create: Create, stub: Stub, until: Until) -> None:
     pool = create(4)
     until(lambda: pool.statistics().grown == 1)
     stub.refuse("cuMemCreate", "CUDA_ERROR_ILLEGAL_ADDRESS")

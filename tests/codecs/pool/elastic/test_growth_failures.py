@@ -54,7 +54,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, times: int, problem: Exception, call: 
     [RuntimeError("CUDA error: out of memory"), MemoryError(), KeyError(3), OSError(24, "Too many open files")],
     ids=["torch", "memory", "bug", "descriptors"],
 )
-def test_whatever_fails_while_it_grows_is_counted_told_once_and_outlived(
+def test_a_failure_while_growing_is_counted_and_reported_once(
     create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, problem: Exception
 ) -> None:
     monkeypatch.setattr(growth_state, "REFUSED_S", 0.05)
@@ -70,7 +70,7 @@ def test_whatever_fails_while_it_grows_is_counted_told_once_and_outlived(
         assert pool.statistics().growth_refused == 0
 
 
-def test_whatever_fails_before_it_grows_is_outlived_too(
+def test_a_failure_before_growing_does_not_end_the_thread(
     create: Create, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     monkeypatch.setattr(growth_state, "REFUSED_S", 0.05)
@@ -106,7 +106,7 @@ def test_a_chunk_that_cannot_be_unmapped_stays_in_the_budget_and_is_tried_again(
 
 @pytest.mark.parametrize("problem", [CudaError("cuMemUnmap", "CUDA_ERROR_LAUNCH_FAILED"), "torch's"], ids=["ours", ""])
 @pytest.mark.parametrize("call", ["grow", "shrink"])
-def test_r10_a_context_that_is_lost_in_the_thread_is_told_to_who_asks_and_to_who_looks(
+def test_r10_a_context_that_is_lost_in_the_thread_is_raised_by_leases_and_by_check_growth(
     create: Create, monkeypatch: pytest.MonkeyPatch, until: Until, call: str, problem: Any
 ) -> None:
     if problem == "torch's":

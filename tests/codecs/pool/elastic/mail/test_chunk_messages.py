@@ -66,7 +66,7 @@ def test_a_retired_chunk_counts_until_its_consumer_says_that_it_has_dropped_it(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_lost_and_late_words_of_chunks(create: Create, reader: Reader, until: Until) -> None:
+def test_messages_about_chunks_may_be_lost_or_late(create: Create, reader: Reader, until: Until) -> None:
     """The retirement is heard before the chunk; the answers are lost; the chunk is told of once more."""
     pool = create(2)
     column = connect(pool, reader)
@@ -95,7 +95,9 @@ def test_lost_and_late_words_of_chunks(create: Create, reader: Reader, until: Un
         assert digest(view.data) == digest(some(2 * CHUNK, 1))
 
 
-def test_a_chunk_that_was_never_told_of_is_dropped_all_the_same(create: Create, reader: Reader, until: Until) -> None:
+def test_a_chunk_whose_announcement_was_lost_is_dropped_all_the_same(
+    create: Create, reader: Reader, until: Until
+) -> None:
     pool = create(4)
     column = connect(pool, reader)
     with pool.lease(4 * CHUNK):
@@ -127,7 +129,9 @@ def test_r7_a_reader_that_detaches_answers_for_what_it_had(create: Create, reade
     until(lambda: retiring(pool) == 0)
 
 
-def test_r7_so_it_does_for_what_it_was_asked_about(create: Create, reader: Reader, until: Until) -> None:
+def test_r7_a_reader_that_detaches_answers_for_chunks_it_was_asked_to_drop(
+    create: Create, reader: Reader, until: Until
+) -> None:
     pool = create(3)
     column = connect(pool, reader)
     tell(pool, reader)
@@ -159,7 +163,7 @@ def test_r8_a_consumer_elsewhere_is_dead_when_its_supervisor_says_so(stub: Stub,
         assert pool.hear(Released(pool.description.pool, reader.consumer, ())) is None
 
 
-def test_r8_so_is_a_producer(create: Create, reader: Reader) -> None:
+def test_r8_a_producer_elsewhere_is_dead_when_its_supervisor_says_so(create: Create, reader: Reader) -> None:
     pool = create(3)
     column = connect(pool, reader)
     proxy = publish(pool, column, some(100))
@@ -178,7 +182,7 @@ def test_r8_so_is_a_producer(create: Create, reader: Reader) -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("told", [True, False], ids=["by its supervisor", "by its pidfd"])
-def test_r7_a_producer_that_ends_after_it_was_left_is_told_nothing_more(
+def test_r7_a_producer_that_ends_after_a_detach_is_sent_nothing_more(
     stub: Stub, start_peer: Callable[..., Peer], belongings: Callable[[], Any], until: Until, told: bool
 ) -> None:
     producer = start_peer("chunk_peer.py", **stub.environ)

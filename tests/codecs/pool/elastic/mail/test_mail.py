@@ -107,7 +107,7 @@ def test_several_consumers_each_acknowledge_for_themselves(create: Create, reade
 # --- ready ------------------------------------------------------------------------------------------------------
 
 
-def test_only_complete_bytes_are_told_of(create: Create, reader: Reader, stub: Stub) -> None:
+def test_only_complete_bytes_are_dispatched_by_message(create: Create, reader: Reader, stub: Stub) -> None:
     pool = create(2)
     column = connect(pool, reader)
     stub.device.hold()
@@ -121,7 +121,7 @@ def test_only_complete_bytes_are_told_of(create: Create, reader: Reader, stub: S
     assert out(pool) == 1
 
 
-def test_a_draft_that_is_never_told_of_comes_back(create: Create, reader: Reader, stub: Stub) -> None:
+def test_a_draft_that_is_never_dispatched_comes_back(create: Create, reader: Reader, stub: Stub) -> None:
     pool = create(2)
     column = connect(pool, reader)
     stub.device.hold()
@@ -132,7 +132,7 @@ def test_a_draft_that_is_never_told_of_comes_back(create: Create, reader: Reader
     assert out(pool) == 0
 
 
-def test_poisoned_bytes_are_not_told_of(create: Create, reader: Reader) -> None:
+def test_poisoned_bytes_are_not_dispatched_by_message(create: Create, reader: Reader) -> None:
     pool = create(2)
     column = connect(pool, reader)
     with pool.lease(100) as lease:
@@ -253,7 +253,7 @@ def test_a_proxy_that_comes_again_is_stale(create: Create, reader: Reader) -> No
 
 
 @pytest.mark.usefixtures("impatient")
-def test_r4_mail_of_a_former_life_is_passed_over(create: Create, reader: Reader) -> None:
+def test_r4_messages_for_a_previous_epoch_are_ignored(create: Create, reader: Reader) -> None:
     pool = create(2)
     column = connect(pool, reader)
     proxy = publish(pool, column, some(100))
@@ -275,7 +275,9 @@ def test_r4_mail_of_a_former_life_is_passed_over(create: Create, reader: Reader)
 
 
 @pytest.mark.parametrize("lie", ["generation", "slot", "taken", "dropped"])
-def test_an_acknowledgement_of_what_nobody_was_lent_is_quarantined(create: Create, reader: Reader, lie: str) -> None:
+def test_an_invalid_acknowledgement_by_message_quarantines_its_consumer(
+    create: Create, reader: Reader, lie: str
+) -> None:
     pool = create(2)
     column, me = connect(pool, reader), reader.consumer
     proxy = publish(pool, column, some(100))
@@ -300,7 +302,7 @@ def test_an_acknowledgement_of_what_nobody_was_lent_is_quarantined(create: Creat
 # --- admission --------------------------------------------------------------------------------------------------
 
 
-def test_a_life_has_one_column(create: Create, reader: Reader) -> None:
+def test_an_epoch_has_one_column(create: Create, reader: Reader) -> None:
     pool = create(2)
     connect(pool, reader)
     with Reader(reader.consumer) as twin, pytest.raises(AttachRefused, match="has a column already"):

@@ -60,7 +60,7 @@ class Peers:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_the_post_brings_everything_to_whom_it_is_for(create: Create, reader: Reader, until: Until) -> None:
+async def test_the_post_brings_every_message_to_its_receiver(create: Create, reader: Reader, until: Until) -> None:
     """One of the pool's consumers is not among the peers, and nothing is said to it."""
     pool = create(2)
     there, here = Peers(reader.consumer), Peers(pool.producer)
@@ -134,7 +134,7 @@ class UnreliablePost:
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_the_post_does_every_byte_is_right_and_all_comes_back(
+def test_with_a_post_that_loses_and_repeats_every_byte_is_right_and_all_comes_back(
     create: Create, until: Until, seed: int, stub: Stub
 ) -> None:
     chance = random.Random(seed)
