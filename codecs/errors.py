@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 
 class FerryError(Exception):
-    """Something a user of tensorferry can be told about."""
+    """A problem that a user of tensorferry can understand."""
 
 
 def text_of(problem: BaseException, most: int = 4096) -> str:
     """What a problem says, as it can travel: at most so many characters, what is no Unicode text escaped.
 
-    Plug-ins raise whatever they like, also what cannot be put into words.
+    Plug-ins raise any exception, also one whose text cannot be read.
     """
     try:
         text = str(problem)
@@ -245,7 +245,7 @@ class LeaseNotReady(LeaseError):
 
 
 class StreamCapturing(FerryError):
-    """The stream records a CUDA graph: replays would read and acknowledge bytes that have long been somebody else's."""
+    """The stream records a CUDA graph: replays would read and acknowledge bytes that were lent again long ago."""
 
     def __init__(self, stream: int) -> None:
         super().__init__(stream)

@@ -13,7 +13,7 @@ from tensorferry.codecs.errors import BadMessage, FerryError
 from tensorferry.codecs.messages import Inline, Message
 from tensorferry.codecs.tensors import DTYPES, View, dtype_of, nbytes_of
 
-#: Anything with a buffer: what ZeroMQ sends, and what it hands out.
+#: Any object with a buffer, as ZeroMQ sends and returns them.
 Buffer = Any
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -22,7 +22,7 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a receiver takes. Checked on sizes alone, before a byte is decoded."""
+    """The largest message that a receiver takes. Sizes alone are checked, before a byte is decoded."""
 
     frames: int = 4097
     header_nbytes: int = 32 << 20

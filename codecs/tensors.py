@@ -1,4 +1,4 @@
-"""Tensors as bytes: the dtype table, the checks of a header, and views over memory somebody else owns.
+"""Tensors as bytes: the dtype table, the checks of a header, and views over memory that another object owns.
 
 Imports without torch; `View.torch()` imports it on first use.
 """
@@ -88,7 +88,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 class View:
-    """A dense tensor over bytes that somebody else owns.
+    """A dense tensor over bytes that another object owns.
 
     `data` is a one-dimensional uint8 array over the bytes (a torch tensor if they are in GPU memory); it, and
     whatever `numpy()` and `torch()` return, is valid only as long as the lease or message it came from. A
@@ -127,8 +127,8 @@ class View:
         return isinstance(self.data, np.ndarray)
 
     def join(self) -> None:
-        """Whatever this thread's current stream was given so far counts as work on these bytes, and no lease ends
-        before it is done. For GPU memory; on the host a no-op."""
+        """Count all work of this thread's current stream so far as work on these bytes: no lease ends before it is
+        done. For GPU memory; on the host a no-op."""
         self._order.join()
 
     def numpy(self) -> npt.NDArray[Any]:

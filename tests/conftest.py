@@ -32,6 +32,7 @@ from tests import process_guard
 from tensorferry.codecs.memory import cuda_vmm
 from tensorferry.codecs.memory.cuda_driver import Driver
 from tensorferry.codecs.messages import ItemReport, Mark
+from tensorferry.codecs.pool.control import AckPage, ControlPage
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
@@ -377,6 +378,33 @@ def stub(stub_cuda: StubCuda, monkeypatch: pytest.MonkeyPatch) -> Stub:
     monkeypatch.setattr(cuda_vmm, "Driver", type("Loaded", (Driver,), {"load": lambda: Driver(bindings)}))
     wanted = {name: stub_cuda.environ[name] for name in ("STUB_CUDA", "PYTHONPATH")}
     return Stub(bindings, stub_device.StubDevice, wanted)
+
+
+# --- a process that writes wrong words -----------------------------------------------------------------------------
+
+
+class Pages:
+    """The pages of words that this process has made since the test began, in order."""
+
+    def __init__(self) -> None:
+        self.acks, self.control = list[AckPage](), list[ControlPage]()
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
+    """Lets a test write words that the pool or reader of a page would not. Ask for it before what makes the pages."""
+    found = Pages()
+
+    def keep_in(made: list[Any], create: Callable[..., Any]) -> Callable[..., Any]:
+        def kept(*arguments: Any) -> Any:
+            made.append(create(*arguments))
+            return made[-1]
+
+        return kept
+
+    monkeypatch.setattr(AckPage, "create", keep_in(found.acks, AckPage.create))
+    monkeypatch.setattr(ControlPage, "create", keep_in(found.control, ControlPage.create))
+    return found
 
 
 # --- what a run has searched ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What else about a machine is worth knowing before a deployment: a pure reading of its facts, for `doctor`."""
+"""Advice on a machine before a deployment, as a pure function of its facts, for `doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECCOMP = {0: "off", 1: "strict", 2: "filter"}
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One thing looked at. advice: what to do where it is not ok, or else what it means."""
+    """The result of one check. advice: what to do where it is not ok, or else what it means."""
 
     name: str
     ok: bool | None  #: None: it does not work or is not there, and nothing here needs it
@@ -150,7 +150,7 @@ def _trials(cuda: CudaFacts, in_domain: bool) -> Iterator[Check]:
     ):
         if trial is not None:
             unneeded = "" if needed else "; needed only between nodes of an NVLink domain, so not here"
-            advice = "" if trial.ok else f"tried between two processes, whatever the flags say{unneeded}"
+            advice = "" if trial.ok else f"tried between two processes, not read from flags{unneeded}"
             yield Check(name, _needed(trial.ok, needed), str(trial), advice)
 
 

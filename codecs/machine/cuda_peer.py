@@ -137,7 +137,7 @@ def mapped(cuda: Driver, device: int, chunk: int, nbytes: int) -> Iterator[int]:
 
 
 def die_with_parent() -> None:
-    """A process whose driver hangs must not outlive who asked. Source: prctl(2), PR_SET_PDEATHSIG."""
+    """A process whose driver hangs must end with its parent. Source: prctl(2), PR_SET_PDEATHSIG."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""What is known of a machine: the facts that `transport.decide` decides by, and that `doctor` prints.
+"""The facts of a machine: `transport.decide` decides by them, and `doctor` prints them.
 
 Plain values, gathered by `probe.gather`. Where a capability matters, a fact is the outcome of a trial and not a flag:
 a GPU without an IMEX channel says that it supports FABRIC handles, and then refuses to make one.
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """Something that was tried, up to the step that failed."""
+    """The result of trying something: how far it came, and why not further."""
 
     ok: bool
     step: str = ""  #: what failed: "create", "export", "pass", "import", ...; "" where nothing did
@@ -76,7 +76,7 @@ class CudaFacts(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Everything. cuda: None where nobody asked, which a decision that needs it takes for "no CUDA"."""
+    """All facts. cuda: None where it was not probed; a decision that needs it takes this for "no CUDA"."""
 
     host: HostFacts
     cuda: CudaFacts | None = None

@@ -38,7 +38,7 @@ def gather(environ: Mapping[str, str], *, cuda: bool = True, root: Path = Path("
 
 
 def host_facts(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
-    """What the node and the container allow."""
+    """The facts of the node and the container."""
     status = _status(root)
     visible, visible_problem = None, ""
     try:
@@ -116,7 +116,7 @@ def _limit(which: int) -> int | None:
 
 
 def cuda_facts(environ: Mapping[str, str], timeout_s: float = PROBE_S) -> CudaFacts:
-    """What CUDA can really do here, tried by a child process: this one never loads it.
+    """The facts of CUDA, tried by a child process: this process never loads it.
 
     A driver that hangs or crashes is a fact too.
     """

@@ -24,7 +24,7 @@ _ON_GPU = (
 _FAR = "tensors travel within one machine: write cuda_ipc or cuda_vmm for GPU memory, shm for host memory, or cpu"
 _IN_HOST = "for shared host memory write shm"
 _INLINE = "to send tensors within the messages write cpu"
-#: What others call a transport, without dashes and underscores -> what to write instead.
+#: Names of transports elsewhere, without dashes and underscores -> the name to write here.
 TRANSPORTS_MEANT: Mapping[str, str] = {
     **dict.fromkeys(("gpu", "cuda", "gpumemory", "device", "vram", "hbm", "nccl", "nvlink", "p2p"), _ON_GPU),
     **dict.fromkeys(("ipc", "gpuipc"), "write cuda_ipc for GPU memory, shm for host memory"),
@@ -39,7 +39,7 @@ AVAILABLE: frozenset[Transport] = frozenset({"cpu", "shm", "cuda_ipc", "cuda_vmm
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a deployment asks for, and what its model is like."""
+    """The settings of a deployment, and properties of its model, that decide its transport."""
 
     transport: Literal["auto", "cpu", "shm", "cuda_ipc", "cuda_vmm"] = "auto"
     nodes: int = 1
@@ -52,7 +52,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a rung was not taken, and what would change that."""
+    """Why a transport was not taken, and what would change that."""
 
     rung: Transport
     reason: str
@@ -142,7 +142,7 @@ def _taken(transport: Transport, reason: str, refusals: tuple[Refusal, ...], wan
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """What the pools of one kind, features' or embeddings', may take on this node."""
+    """The memory that pools of one kind (features or embeddings) may take on this node."""
 
     total_mb: int  #: MiB, of all together
     each_mb: int  #: MiB, of each
@@ -153,7 +153,7 @@ class Budget(msgspec.Struct, frozen=True):
 def startup_fields(
     decision: Decision, facts: Facts, *, features: Budget, embeddings: Budget, handle_cache: bool
 ) -> dict[str, str | int | bool]:
-    """What the log says of a decision when a deployment starts (promise P4).
+    """The log lines about a decision when a deployment starts (promise P4).
 
     facts: those that were decided by; they name the GPUs. Without a pool nothing is said of one.
     """
@@ -214,7 +214,7 @@ Found = tuple[str, str] | None  #: reason and remedy
 
 
 def _unwise(rung: Transport, wanted: Wanted) -> Refusal | None:
-    """What `auto` keeps away from, though somebody who asks for it gets it."""
+    """What `auto` avoids. An explicit choice still gets it."""
     if rung not in GPU_TRANSPORTS:
         return None
     if not wanted.disaggregated:
@@ -243,7 +243,7 @@ def _shm(wanted: Wanted, facts: Facts) -> Found:
 
 def _context(wanted: Wanted, facts: Facts) -> Found:
     """What a process needs to work on a GPU at all, wherever its pool is."""
-    cuda = facts.cuda or CudaFacts("nobody has looked for CUDA")
+    cuda = facts.cuda or CudaFacts("CUDA was not looked for")
     if facts.host.visible_problem:
         return facts.host.visible_problem, "set it to indices, or to UUIDs as nvidia-smi -L prints them, each once"
     if facts.host.visible == ():

@@ -1,4 +1,4 @@
-"""Trying something step by step: which step failed becomes a Trial, and whatever was taken goes back."""
+"""Trying something step by step: the step that failed becomes a Trial, and all that was taken is given back."""
 
 from __future__ import annotations
 

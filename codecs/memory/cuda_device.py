@@ -70,7 +70,7 @@ class CudaDevice:
             driver.call("cuCtxPopCurrent")
 
     def current_stream(self) -> int:
-        """Of this thread; 0 is the default one."""
+        """The current stream of this thread; 0 is the default one."""
         return int(self._current_stream(self.ordinal))
 
     def is_capturing(self, stream: int) -> bool:
@@ -85,14 +85,14 @@ class CudaDevice:
             return True
 
     def order(self) -> StreamOrder:
-        """Of this thread's current stream. Raises StreamCapturing."""
+        """The order of this thread's current stream. Raises StreamCapturing."""
         stream = self.current_stream()
         if self.is_capturing(stream):
             raise StreamCapturing(stream)
         return StreamOrder(self, stream)
 
     def over(self, pointer: int, nbytes: int) -> Bytes:
-        """Memory of this device that torch does not own, as a tensor of its."""
+        """Memory of this device that torch does not own, as a tensor of torch."""
         return self._torch.as_tensor(_Span(pointer, nbytes), device=f"cuda:{self.ordinal}")
 
     def using(self, stream: int) -> AbstractContextManager[None]:
@@ -101,18 +101,18 @@ class CudaDevice:
         return context
 
     def external(self, stream: int) -> Any:
-        """A stream as torch has it. Of the default stream, 0, torch.cuda.ExternalStream makes another, new one."""
+        """A stream as torch has it. For 0, the default stream, torch.cuda.ExternalStream would make a new one."""
         cuda = self._torch.cuda
         return cuda.ExternalStream(stream, device=self.ordinal) if stream else cuda.default_stream(self.ordinal)
 
     def event(self, stream: int) -> Any:
-        """An event of torch's, at the end of what a stream was given so far."""
+        """An event of torch at the end of the work that is queued in a stream."""
         event = self._torch.cuda.Event()
         event.record(self.external(stream))
         return event
 
     def empty(self, nbytes: int, stream: int) -> Bytes:
-        """Memory of torch's, for use in a stream."""
+        """Memory of torch, for use in a stream."""
         with self.using(stream):
             return self._torch.empty(nbytes, dtype=self._torch.uint8, device=f"cuda:{self.ordinal}")
 

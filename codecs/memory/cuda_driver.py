@@ -2,7 +2,7 @@
 
 `Driver.load` is the first thing that touches CUDA; a process that does not call it has no libcuda and no context. The
 methods are the few things a pool, a reader and a probe need, in plain values: a pointer, stream or handle is an int,
-a shareable handle 64 bytes or a descriptor. What they take they do not remember: whoever takes, gives back.
+a shareable handle 64 bytes or a descriptor. They keep no record of what they take: their caller gives it back.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Driver:
         return int(self.call("cuMemCreate", nbytes, self._chunk(device, kind), 0))
 
     def release_chunk(self, chunk: int) -> None:
-        """The memory goes when nobody has it mapped, nor holds its handle, nor a descriptor of it."""
+        """The memory goes once no process has it mapped, or holds its handle or a descriptor of it."""
         self.call("cuMemRelease", chunk)
 
     def export_chunk(self, chunk: int, kind: HandleKind) -> int | bytes:
@@ -285,7 +285,7 @@ class Driver:
     # --- host pages and words
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> int:
-        """Let the GPU reach host memory; returns where. read_only: for a mapping of somebody else's sealed page."""
+        """Let the GPU reach host memory; returns where. read_only: for a mapping of another process's sealed page."""
         self.call("cuMemHostRegister", address, nbytes, _DEVICEMAP | (_READ_ONLY if read_only else 0))
         try:
             return int(self.call("cuMemHostGetDevicePointer", address, 0))

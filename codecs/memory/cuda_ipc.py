@@ -119,7 +119,7 @@ class CudaImport(CudaMemory):
         with ExitStack() as failed:
             if not self._cached:
                 self._open()
-                failed.callback(self._shut)  # nothing was queued: nobody will say `returned`
+                failed.callback(self._shut)  # nothing was queued, so `returned` is never called
             for last in (False, True):
                 try:
                     super().copy_out(offset, into, order)
@@ -138,7 +138,7 @@ class CudaImport(CudaMemory):
             self._shut()
 
     def invalidate(self) -> None:
-        """Map it anew: what is mapped now was found stale."""
+        """Map it again: the present mapping was found stale."""
         with self._lock:
             try:
                 self._unmap()

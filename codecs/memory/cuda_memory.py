@@ -35,7 +35,7 @@ class CudaMemory:
         return self.device.empty(nbytes, self.device.current_stream())
 
     def adopt(self, page: WordPage) -> None:
-        """Let streams store into a page of this process's own words. Nobody's stream touches another's."""
+        """Let streams store into a page of this process's own words. No process's stream touches another's page."""
         page.device_address = self.device.call("register", page.address, page.nbytes, read_only=False)
 
     def disown(self, page: WordPage) -> None:

@@ -267,7 +267,7 @@ class _Space:
 def _granularity(device: CudaDevice, kind: HandleKind) -> int:
     """What the size of a chunk is a multiple of. Raises NoFabric where FABRIC chunks cannot be made here.
 
-    That is found out by making one: before anybody is told of a pool, and before a consumer says that it can read it.
+    That is found out by making one: before a pool is announced, and before a consumer says that it can read it.
     """
     try:
         granularity: int = device.call("granularity", device.ordinal, kind)

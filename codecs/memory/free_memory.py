@@ -1,6 +1,6 @@
 """How much memory can be had now.
 
-Somebody has to ask: the kernel does not refuse shared memory that it has not got. fallocate of a memfd goes on
+This must be asked first: the kernel does not refuse shared memory that it has not got. fallocate of a memfd goes on
 until the OOM killer ends a process, and that is likely to be the one that asked (seen, Linux 6.18).
 """
 

@@ -75,7 +75,7 @@ class HostSegment:
     """Bytes of a memfd, mapped here. `data` is uint8 of shape (nbytes,), writable only for the creator.
 
     Holds: a descriptor (`fd`, until `close_fd`) and a mapping, with the duplicate of the descriptor that Python's
-    mmap keeps beside it (until `close`; views that outlive it keep these two alive until they go).
+    mmap keeps beside it (until `close`; views that are still out keep these two alive until they go).
     """
 
     on_host = borrowed = True

@@ -98,7 +98,7 @@ class Memory(Protocol):
     borrowed: bool  #: whether `lend` gives the bytes themselves; else a local copy, made in the given order
 
     def order(self) -> Order:
-        """The order of somebody who is about to be handed bytes. Raises StreamCapturing."""
+        """The order of a user that is about to be handed bytes. Raises StreamCapturing."""
 
     def lend(self, offset: int, nbytes: int, order: Order) -> Bytes: ...
 

@@ -1,6 +1,6 @@
 """Page-locked host memory: what a GPU copies at full speed, and without the host waiting.
 
-torch keeps such memory for its next use, and gives it to nobody before the copies it has queued on it are done.
+torch keeps such memory for its next use, and does not give it out before the copies it has queued on it are done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A peer's pool as it is mapped here: its memory, the words that say what can be read, and what has been given back."""
+"""A peer's pool as it is mapped here: its memory, its control words, and the acknowledgements of this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tensorferry.codecs.memory.memory import Memory, Order
 from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import Proxy
 from tensorferry.codecs.pool.control import AckPage, ControlPage, await_stores
-from tensorferry.codecs.pool.elastic.chunk_imports import Mapping
+from tensorferry.codecs.pool.elastic.chunk_imports import ChunkImports
 from tensorferry.codecs.pool.elastic.descriptor_line import Receiver
 from tensorferry.codecs.pool.elastic.mail import ReleaseMail
 from tensorferry.codecs.pool.export import Export, positions_of
@@ -27,7 +27,7 @@ from tensorferry.codecs.tensors import ALIGNMENT, dtype_of, nbytes_of
 
 @dataclass(slots=True)
 class Held:
-    """What this process still has to do with a lease."""
+    """The uses of one lease that this process still has to end."""
 
     due: int  #: releases to come, by its producer's word
     users: int = 0  #: who has it open now, or is about to
@@ -57,8 +57,8 @@ class Imported:
         self.held: dict[tuple[int, int], Held] = {}  #: by (slot, generation)
         self.open = 0  #: uses that have not ended
         self.detached = False
-        self.bereaved = False  #: somebody has said that the producer is dead
-        self.mapping: Mapping | None = None  #: of an elastic pool
+        self.bereaved = False  #: the supervisor of its node has said that the producer is dead
+        self.mapping: ChunkImports | None = None  #: of an elastic pool
         self.mail: ReleaseMail | None = None  #: instead of a control page
         self.acknowledged = [0] * slots  #: last generation given back of each; the word may still be on its way
 
@@ -110,7 +110,7 @@ class Imported:
                 line = Receiver()
                 sent.append(line.descriptor)
                 undo.callback(os.close, line.descriptor)
-                imported.mapping = Mapping(arriving, control, acks, line, chunk_nbytes, imported.acknowledged)
+                imported.mapping = ChunkImports(arriving, control, acks, line, chunk_nbytes, imported.acknowledged)
             undo.pop_all()
         return imported, sent
 
@@ -151,7 +151,7 @@ class Imported:
                 undo.callback(os.close, line.descriptor)
             imported = cls(memory, None, acks, description.slots, producer, export.producer)
             imported.mail = mail
-            imported.mapping = Mapping(memory, mail, acks, line, chunk_nbytes, imported.acknowledged)
+            imported.mapping = ChunkImports(memory, mail, acks, line, chunk_nbytes, imported.acknowledged)
             undo.pop_all()
         return imported, sent
 
@@ -160,10 +160,10 @@ class Imported:
         return self.bereaved or (self.producer is not None and is_dead(self.producer))
 
     def check_living(self, slot: int, generation: int) -> None:
-        """Raises BadTensor for a slot that there is not, StaleLease for a lease that is over, or was given back here.
+        """Raises BadTensor for a slot outside the pool, StaleLease for a lease that is over, or was given back here.
 
-        Without a control page it is the proxy that says that the lease lives: we owe an acknowledgement for whatever we
-        were sent, and the slot cannot go on without it.
+        Without a control page it is the proxy that says that the lease lives: we owe an acknowledgement for all that
+        we were sent, and the slot cannot go on without it.
         """
         if slot >= self.slots:
             raise BadTensor(f"slot {slot} of a pool with {self.slots}")
@@ -178,7 +178,7 @@ class Imported:
             raise StaleLease(slot, generation, "was acknowledged here already")
 
     def check(self, proxy: Proxy) -> int:
-        """The bytes of a proxy. Raises UnsupportedDtype or BadTensor for one that lies; allocates nothing."""
+        """The bytes of a proxy. Raises UnsupportedDtype or BadTensor for one that points outside; allocates nothing."""
         nbytes = nbytes_of(dtype_of(proxy.dtype), proxy.shape)
         end = proxy.offset + nbytes
         if end > self.memory.nbytes or proxy.offset % ALIGNMENT:
@@ -186,7 +186,7 @@ class Imported:
         return nbytes
 
     def acknowledge(self, slot: int, generation: int, held: Held, order: Order | None) -> None:
-        """Give a lease back, in the order of its last reader and after all others; at once if nobody has read it."""
+        """Give a lease back, in the order of its last reader and after all others; at once if it was never read."""
         order = order or held.last or HOST_ORDER
         while held.marks:
             order.after(held.marks.pop())
@@ -194,7 +194,7 @@ class Imported:
         self.acknowledged[slot] = generation
 
     def withdraw(self, slot: int, generation: int) -> None:
-        """Give a lease back that lives, whoever was to read it yet; one that is open, at the end of its last block."""
+        """Give a living lease back, read or not. One that is open is given back at the end of its last block."""
         try:
             self.check_living(slot, generation)
         except (StaleLease, BadTensor):
@@ -216,7 +216,7 @@ class Imported:
         raise PeerGone(f"pool {proxy.pool}", f"its producer died before slot {proxy.slot} was written")
 
     def _looks_ready(self, proxy: Proxy) -> bool:
-        if self.control is None:  # it was told of when it was complete, but its chunks may come later
+        if self.control is None:  # its proxy was sent when it was complete, but its chunks may come later
             assert self.mapping is not None
             return self.mapping.has_come(proxy, nbytes_of(dtype_of(proxy.dtype), proxy.shape))
         _, ready, poison = self.control.look(proxy.slot)

@@ -1,4 +1,4 @@
-"""A consumer as its pool has it: what it may store, what proves its death, and what its chunks are sent by."""
+"""A consumer as its pool has it: its ack page, its process descriptor, and the line for its chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensorferry.codecs.system.pidfd import check_pidfd, is_dead
 
 
 class Consumer(NamedTuple):
-    """Holds everything in it, until `close`."""
+    """Owns all its parts, until `close`."""
 
     epoch: int
     page: AckPage | None  #: None: it acknowledges by message
@@ -29,8 +29,8 @@ class Consumer(NamedTuple):
 
     @classmethod
     def local(cls, description: PoolDescription, attachment: Attachment, fds: Sequence[int]) -> Self:
-        """One that shares pages. Takes over its descriptors (ack page, process, and for an elastic pool the line), also
-        where it raises AttachRefused."""
+        """A consumer that shares pages. Takes over its descriptors (ack page, process, and for an elastic pool the
+        line), also where it raises AttachRefused."""
         fds, needed = list(fds), 3 if description.chunk_nbytes else 2
         with ExitStack() as undo:
             undo.callback(close_all, fds)  # the list as it is then
@@ -49,8 +49,8 @@ class Consumer(NamedTuple):
     def by_mail(
         cls, description: PoolDescription, kind: HandleKind, attachment: Attachment, fds: Sequence[int]
     ) -> Self:
-        """One that shares none. Takes over its descriptors (process and line for chunks by descriptor; for FABRIC
-        handles its process where it is on this node), also where it raises AttachRefused."""
+        """A consumer that shares none. Takes over its descriptors (process and line for chunks by descriptor; for
+        FABRIC handles its process where it is on this node), also where it raises AttachRefused."""
         fds, needed = list(fds), (2,) if kind == "posix_fd" else (0, 1)
         with ExitStack() as undo:
             undo.callback(close_all, fds)  # the list as it is then
@@ -65,7 +65,7 @@ class Consumer(NamedTuple):
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process is proven dead; of one on another node that is never known here."""
+        """Whether its process is proven dead. This is never known of a process on another node."""
         return self.pidfd is not None and is_dead(self.pidfd)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 Two kinds of pages, both sealed memfds, each with exactly one writer:
 the producer's *control page* has `lease`, `ready` and `poison`, one word per slot; a consumer's *ack page* has one
 word per slot of one pool. Every word is a generation, 0 at first. A header names what the page is, so that a
-descriptor that went astray is refused: magic (8 bytes), version, slots, then the pool's and the writer's nonces, and
+descriptor of another page is refused: magic (8 bytes), version, slots, then the pool's and the writer's nonces, and
 the number of positions.
 
 Pools with chunks (see `elastic/chunks.py`) have one word more per position at the end of each page, a serial: in the
@@ -132,7 +132,7 @@ class ControlPage(Page):
         self.store(self.POISON, slot, generation)
 
     def look(self, slot: int) -> tuple[int, int, int]:
-        """(lease, ready, poison) of a slot; what a consumer reads after this, it reads after them."""
+        """(lease, ready, poison) of a slot. Reads of the bytes that follow this call are ordered after these words."""
         words = self._scalars
         lease, ready = words[0][slot], words[1][slot]
         fence()  # poison after ready: a producer that poisons first and then completes is seen to have poisoned
@@ -141,7 +141,7 @@ class ControlPage(Page):
         return lease, ready, poison
 
     def set_chunk(self, position: int, serial: int) -> None:
-        """0: the chunk there is retired."""
+        """serial: 0 if the chunk there is retired."""
         self.store(self.CHUNK, position, serial)
 
     def chunk(self, position: int) -> int:
@@ -155,11 +155,11 @@ class ControlPage(Page):
         return self.chunk(position) != serial
 
     def retired(self) -> tuple[()]:
-        """The words say it all."""
+        """Nothing: the words name all chunks."""
         return ()
 
     def lease_words(self) -> Words:
-        """The latest generation of every slot; the producer's own, so nothing is to be ordered."""
+        """The latest generation of every slot. The producer itself writes them, so they need no fence."""
         return self._arrays[0]
 
     def ready_words(self) -> Words:
@@ -195,7 +195,7 @@ class AckPage(Page):
         return generation
 
     def drop(self, position: int, serial: int) -> None:
-        """Of this chunk the consumer holds no mapping, handle or descriptor any more."""
+        """State that the consumer holds no mapping, handle or descriptor of this chunk any more."""
         self.store(self.DROPPED, position, serial)
 
     def dropped_words(self) -> Words:

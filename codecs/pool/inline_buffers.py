@@ -1,4 +1,4 @@
-"""Private memory that is used again: what tensors lie in that travel inside a message.
+"""Private memory for tensors that travel inside a message, used again once they are sent.
 
 A page costs a microsecond or two when it is touched for the first time, several times what it costs to fill, and an
 allocator gives large blocks back to the kernel as soon as they are freed. Here a block waits for its next use.
@@ -38,7 +38,7 @@ class Scratch:
         return np.asarray(_Lent(np.empty(nbytes, np.uint8) if block is None else block, nbytes, self._idle.append))
 
     def _found(self, nbytes: int) -> Bytes | None:
-        """A block that is large enough, and not more than twice that: the latest back, which caches may still have."""
+        """The block returned last that is large enough, but not more than twice that: caches may still have it."""
         for _ in range(BLOCKS):
             try:
                 block = self._idle.pop()
@@ -51,7 +51,7 @@ class Scratch:
 
 
 class _Lent:
-    """A block as numpy sees it: the base of every view of it, which goes when the last of them does."""
+    """A block as numpy sees it: the base of all views of it, so that it is freed after the last of them."""
 
     def __init__(self, block: Bytes, nbytes: int, give_back: Callable[[Bytes], None]) -> None:
         self._block, self._give_back = block, give_back

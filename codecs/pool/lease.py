@@ -1,4 +1,4 @@
-"""One lease of a pool, while somebody writes into it and tells consumers of it."""
+"""One lease of a pool, while its bytes are written and dispatched to consumers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lease:
         self.nbytes, self._patient = nbytes, patient
         self._lending = lending
         self._published = self._used = False
-        self._told: set[int] = set()
+        self._notified: set[int] = set()
 
     def __enter__(self) -> Self:
         if self._used:
@@ -35,7 +35,7 @@ class Lease:
         self._used = True
         try:
             self.data = self._lending.segment.lend(grant.offset, self.nbytes, self.order)
-        except BaseException:  # nobody was told of it, so it comes back
+        except BaseException:  # it was dispatched to no consumer, so it comes back
             self._settle()
             raise
         return self
@@ -53,8 +53,8 @@ class Lease:
             self._publish()
 
     def poison(self) -> None:
-        """The bytes will never be valid; consumers that were told get an error instead of a value, and those that are
-        told by message are not told any more.
+        """Declare that the bytes will never be valid. Consumers that have the lease get an error instead of a value.
+        The lease can no longer be dispatched to consumers that acknowledge by message.
 
         Raises LeaseError when the lease has ended, PoolClosed.
         """
@@ -63,8 +63,8 @@ class Lease:
             self._lending.poison(self.grant)
 
     def prepared(self, column: int) -> bool:
-        """Whether `dispatch` to this consumer would go now. Of one that is told by message the bytes must be in memory
-        first: then this publishes them, and is True once the host has seen that they are. Nobody waits: look again.
+        """Whether `dispatch` to this consumer would succeed now. If it acknowledges by message, the bytes must be in
+        memory first: this publishes them, and is True once the host has seen them there. It never waits: ask again.
 
         Raises PoolClosed; StreamCapturing.
         """
@@ -76,30 +76,30 @@ class Lease:
             return self._lending.is_complete(self.grant)
 
     def dispatch(self, columns: Iterable[int]) -> None:
-        """These consumers are about to be sent a proxy; call it before the send.
+        """Book that these consumers are about to be sent a proxy. Call it before the send.
 
-        Raises LeaseError, also for a consumer that was written off or quarantined, or told already: if a second send to
-        it failed, `retract` would take back the first. LeaseNotReady for a consumer that is told by message, while the
-        bytes are not in memory: see `prepared`. PoolClosed.
+        Raises LeaseError, also for a consumer that was written off or quarantined, or has the lease already: if a
+        second send to it failed, `retract` would take back the first. Raises LeaseNotReady for a consumer that
+        acknowledges by message, while the bytes are not in memory: see `prepared`. Raises PoolClosed.
         """
         columns = tuple(columns)
         with self._lending.lock():
             self._lending.check_open()
             for column in columns:
-                if column in self._told:
+                if column in self._notified:
                     raise LeaseError(
                         self.grant.slot, self.grant.generation, f"column {column}: was dispatched to it already"
                     )
                 self._lending.check_sent(column, self.grant)
             self._publish()
             self._lending.dispatch(self.grant, columns)
-            self._told.update(columns)
+            self._notified.update(columns)
 
     def retract(self, column: int) -> None:
-        """The send to this consumer certainly did not happen. Raises LeaseError when it owes nothing."""
+        """Take a dispatch back whose send certainly did not happen. Raises LeaseError if the consumer owes nothing."""
         with self._lending.lock():
             self._lending.ledger.retract(self.grant, column)
-            self._told.discard(column)
+            self._notified.discard(column)
 
     def _publish(self) -> None:
         if not self._published:

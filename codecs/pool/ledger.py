@@ -2,9 +2,9 @@
 
 A *lease* is one feature's stay in the pool: a range of bytes, a slot of control words and the generation that
 says which use of the slot this is. It lives in two states. *Open*: its holder may write the bytes and dispatch
-it to consumers, one column each. *Settled*: everybody who will ever know of it does; it ends as soon as the
+it to consumers, one column each. *Settled*: it is dispatched to no more columns; it ends as soon as the
 words say that the bytes are written (`ready`) and that every column it needs has acknowledged, and not before.
-To cancel a lease is to settle one that nobody was told of, so a cancelled lease waits for its writer too.
+To cancel a lease is to settle one that was dispatched to no column, so a cancelled lease waits for its writer too.
 
 Every cost is independent of how many leases are out; finding a range is a binary search over the free ranges,
 and a reclaim pass is one vectorised comparison over all slots, or a look at each lease where they are few.
@@ -43,7 +43,7 @@ class Grant(NamedTuple):
 
 
 class Ledger:
-    """The books of one pool."""
+    """The leases of one pool."""
 
     def __init__(self, nbytes: int, slots: int, *, granule: int = 256, first_generation: int = 1) -> None:
         """nbytes: of the pool, 0 for one that is to `grow`; slots: leases at once; granule: bytes that ranges are
@@ -57,7 +57,7 @@ class Ledger:
         self._settled: dict[int, tuple[Grant, list[int]]] = {}
         self._due = np.zeros(slots, np.uint32)  # generation of the settled lease, 0: none
         self._need: dict[int, Words] = {}  # column -> all bits set where that column must still acknowledge
-        self.quarantined: set[int] = set()  #: columns that are told nothing more, and whose words are not believed
+        self.quarantined: set[int] = set()  #: columns that get no more leases, and whose words are not believed
         self._admitted = 0  # columns ever given out
         self._retired_slots = 0
         self.lent_nbytes = self.peak_lent_nbytes = self.peak_lent_slots = 0
@@ -146,15 +146,15 @@ class Ledger:
     # --- consumers
 
     def admit(self) -> int:
-        """A column for a new consumer. Never one that was struck: a producer that has not heard of the death yet
-        would make the newcomer owe an acknowledgement for what only the dead were told."""
+        """A column for a new consumer. A column of a dead consumer is never used again: a producer that does not know
+        of the death yet would make the new consumer owe acknowledgements for leases that it was never sent."""
         column = self._admitted
         self._admitted += 1
         self._need[column] = np.zeros_like(self._due)
         return column
 
     def quarantine(self, column: int) -> None:
-        """Tell a consumer nothing more, and believe none of its words: what it owes now, it owes until it is struck."""
+        """Lend a consumer nothing more, and believe none of its words: its leases stay out until it is written off."""
         self.quarantined.add(column)
 
     def strike(self, column: int) -> None:
@@ -185,10 +185,10 @@ class Ledger:
         return grant
 
     def dispatch(self, grant: Grant, columns: Iterable[int]) -> None:
-        """These columns are about to be told; each must acknowledge before the lease can end.
+        """These columns are about to be sent the lease. Each must acknowledge it before it can end.
 
-        Raises LeaseError when a column is nobody's, never was, or was struck or quarantined; then none of them is
-        named.
+        Raises LeaseError for a column that was never given out, or was written off or quarantined. Then none of them is
+        booked.
         """
         named = self._opened(grant)
         columns = tuple(columns)
@@ -203,9 +203,9 @@ class Ledger:
                 self._need[column][grant.slot] = _ALL_BITS
 
     def retract(self, grant: Grant, column: int) -> None:
-        """This column was not told after all, and that is certain (a send that refused as a whole).
+        """This column was certainly not sent the lease (the send refused as a whole).
 
-        No-op for one that was struck meanwhile. Raises LeaseError for one that owes nothing.
+        No-op for a column that was written off meanwhile. Raises LeaseError for one that owes nothing.
         """
         named = self._opened(grant)
         if column in named:
@@ -215,7 +215,7 @@ class Ledger:
             raise LeaseError(grant.slot, grant.generation, f"column {column} owes no acknowledgement to take back")
 
     def settle(self, grant: Grant) -> None:
-        """Nobody else will be told; the lease now ends as soon as the words allow."""
+        """The lease is dispatched to no more columns, and ends as soon as the words allow."""
         lease = (grant, self._opened(grant))
         del self._open[grant.slot]
         self._settled[grant.slot] = lease

@@ -1,6 +1,6 @@
 """What a pool lends, under one lock: the ledger, the control words, the memory, and the growth of an elastic pool.
 
-`Pool` and its `Lease` both stand on it: `Pool` makes it and says who consumes, `Lease` is one block of a writer.
+`Pool` makes it and admits consumers. A `Lease` is one block of a writer, and uses it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from tensorferry.codecs.pool.consumer import Consumer
 from tensorferry.codecs.pool.control import ControlPage
 from tensorferry.codecs.pool.elastic.growth import Growth
 from tensorferry.codecs.pool.ledger import Grant, Ledger
+from tensorferry.codecs.system.deadline import Deadline
 from tensorferry.codecs.system.interruptible_lock import Lock
 
-RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that nobody waits long for the lock
-WARM_FROM_NBYTES = 4 << 20  #: a lease this large is worth a pass first: memory that was just used is half as dear
+RECLAIM_AT_ONCE = 64  #: leases that one pass ends at most, so that the lock is soon free again
+WARM_FROM_NBYTES = (
+    4 << 20
+)  #: from here on a pass to reclaim comes first: writing memory that was just used takes half the time
 
 
 class Lending:
@@ -44,7 +47,7 @@ class Lending:
         self.lock = Lock()
         self.closed = False
         self.published = [0] * slots  #: last generation of each; the word may still be on its way
-        self.leases = self.refused = self.growth_waits = self.struck = 0
+        self.leases = self.refused = self.growth_waits = self.written_off = 0
         self.ended = self.lent_ns = self.longest_lent_ns = 0  #: leases that are over, and for how long they were out
         self._lent_at_ns = [0] * slots
         self._by_mail = mail is not None  # whether consumers acknowledge by message
@@ -61,26 +64,45 @@ class Lending:
     # --- one lease
 
     def lend(self, nbytes: int, patient: bool) -> Grant:
-        """Raises PoolFull. Waits outside the lock, and for this process's own thread alone: so it may be done while
-        leases are held."""
-        until: float | None = None  # while an elastic pool grows for it
+        """Lend what is free; where nothing is, ask an elastic pool to grow; wait for that outside the lock, if patient.
+
+        Raises PoolFull. It waits for this process's own thread alone, so a caller may hold other leases meanwhile.
+        """
+        with self.lock():
+            try:
+                return self._lend_now(nbytes)
+            except PoolFull:
+                asked = self._ask_and_wait(nbytes, patient)
+                if asked is None:
+                    raise
+                self.growth_waits += 1
+        return self._lend_once_grown(nbytes, asked, Deadline(self._grow_wait_s))
+
+    def _lend_once_grown(self, nbytes: int, asked: int, deadline: Deadline) -> Grant:
+        """Wait without the lock, try again under it, and so on until the deadline. Raises PoolFull."""
+        assert self.growth is not None
         while True:
+            self.growth.wait(asked, deadline)
             with self.lock():
                 try:
                     grant = self._lend_now(nbytes)
-                    if until is not None and self.growth is not None:
-                        self.growth.found(self._rounded([nbytes]))
-                    return grant
                 except PoolFull:
-                    asked = self.ask_for([nbytes])
-                    if until is None:
-                        until = time.monotonic() + self._grow_wait_s
-                        self.growth_waits += asked is not None and patient
-                    if self.growth is None or asked is None or not patient or time.monotonic() >= until:
-                        self.refused += 1
+                    again = self._ask_and_wait(nbytes, not deadline.has_passed)
+                    if again is None:
                         raise
-                    growth = self.growth
-            growth.wait(asked, until)
+                    asked = again
+                else:
+                    self.growth.found(self._rounded([nbytes]))
+                    return grant
+
+    def _ask_and_wait(self, nbytes: int, patient: bool) -> int | None:
+        """Ask an elastic pool to grow. Returns what to wait with; None: the lease is refused. An impatient caller asks
+        too, for those after it."""
+        asked = self.ask_for([nbytes])
+        if asked is None or not patient:
+            self.refused += 1
+            return None
+        return asked
 
     def publish(self, grant: Grant, order: Order) -> None:
         """Say that the bytes are complete, once what was queued in this order is done. Raises StreamCapturing."""
@@ -99,23 +121,25 @@ class Lending:
     def check_sent(self, column: int, grant: Grant) -> None:
         """Raises LeaseError where a consumer has not been sent the chunks that a lease lies in."""
         if self.growth is not None and column in self.consumers:
-            self.growth.check_sent(column, grant)
+            self.growth.deliveries.check_sent(column, grant)
 
     def dispatch(self, grant: Grant, columns: tuple[int, ...]) -> None:
-        """Book that these consumers are told. Raises LeaseError, LeaseNotReady; see `Lease.dispatch`."""
+        """Book a dispatch to these consumers. Raises LeaseError, LeaseNotReady; see `Lease.dispatch`."""
         if self._by_mail and any(map(self.needs_complete, columns)):
             self._check_complete(grant)
         self.ledger.dispatch(grant, columns)
 
     def needs_complete(self, column: int) -> bool:
-        """Whether a consumer is told of bytes that are complete, and of no others: it cannot see `ready`."""
+        """Whether a consumer may be sent complete bytes alone, as it cannot see `ready`."""
         consumer = self.consumers.get(column)
         return consumer is not None and consumer.page is None
 
     def _check_complete(self, grant: Grant) -> None:
         slot, generation = grant[:2]
         if self.control.look(slot)[self.control.POISON] == generation:
-            raise LeaseError(slot, generation, "is poisoned, which cannot be told by message")
+            raise LeaseError(
+                slot, generation, "is poisoned, so it cannot be dispatched to a consumer that acknowledges by message"
+            )
         if not self.is_complete(grant):
             raise LeaseNotReady(slot, generation, "is not complete yet: dispatch it to this consumer once `prepared`")
 
@@ -162,7 +186,7 @@ class Lending:
         return self.growth.ask(self._rounded(sizes))
 
     def reclaim(self) -> int:
-        """End what has come back, at most RECLAIM_AT_ONCE leases; returns how many."""
+        """End the leases that have come back, at most RECLAIM_AT_ONCE. Returns how many."""
         if self.closed:
             return 0
         consumers = self.consumers.items()
@@ -179,7 +203,7 @@ class Lending:
         return len(ended)
 
     def _reclaim_also_of_dead(self) -> int:
-        """End what has come back; if that is nothing, what dead consumers had. Returns how many leases."""
+        """End the leases that have come back; if there are none, those of dead consumers. Returns how many."""
         return self.reclaim() or (self.reclaim() if self.strike_dead() else 0)
 
     def _rounded(self, sizes: Sequence[int]) -> list[int]:
@@ -188,17 +212,17 @@ class Lending:
     # --- consumers that are gone
 
     def strike(self, column: int) -> None:
-        """Write off a consumer; its leases need it no more."""
+        """Write off a consumer: no lease waits for it any more."""
         consumer = self.consumers.pop(column)
         self.ledger.strike(column)
         if self.growth is not None:
-            self.growth.struck(column)
+            self.growth.chunks.strike(column)
         consumer.close()
 
     def strike_dead(self) -> list[int]:
-        """Strike every consumer whose process is gone; returns their columns."""
+        """Write off every consumer whose process is gone. Returns their columns."""
         dead = [column for column, consumer in self.consumers.items() if consumer.is_dead]
         for column in dead:
             self.strike(column)
-        self.struck += len(dead)
+        self.written_off += len(dead)
         return dead

@@ -27,6 +27,8 @@ from tensorferry.codecs.memory.registered import RegisteredSegment
 from tensorferry.codecs.messages import LAST_NONCE, MOST_SLOTS, Confirmed, PoolDescription, Released
 from tensorferry.codecs.pool.consumer import Consumer, check_taken
 from tensorferry.codecs.pool.control import ControlPage, await_stores
+from tensorferry.codecs.pool.elastic.growth import Growth
+from tensorferry.codecs.pool.elastic.growth_state import GrowthState
 from tensorferry.codecs.pool.elastic.mail import ChunkMail, Letter
 from tensorferry.codecs.pool.export import Attachment, Export, positions_of
 from tensorferry.codecs.pool.lease import Lease
@@ -39,7 +41,7 @@ from tensorferry.codecs.tensors import MAX_NBYTES
 MOST_DEVICES = 1023
 NAME = "tensorferry-pool"  #: of host memory, in /proc/PID/maps
 PoolMemory = Literal["host", "cuda_ipc", "cuda_vmm"]
-IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, unless they are told otherwise
+IDLE_S, GROW_WAIT_S = 3.0, 0.005  #: of elastic pools, by default
 
 
 class Pool:
@@ -66,9 +68,10 @@ class Pool:
         )
         self._lending, self._lock, self._ledger = lending, lending.lock, lending.ledger
         self._segment, self._control = segment, control
-        self._consumers, self._growth = lending.consumers, lending.growth
+        self._consumers = lending.consumers
+        self.growth: Growth | None = lending.growth  #: of an elastic pool: how soon it shrinks, and its thread
         self._distrusted: list[int] = []  # quarantined for what they wrote, and not reported by `check_words` yet
-        self._foreign_words = 0
+        self._acks_invalid = 0
 
     @classmethod
     def create(
@@ -130,9 +133,9 @@ class Pool:
             undo.callback(segment.disown, control)
             times = {"idle_s": idle_s, "grow_wait_s": grow_wait_s}
             pool = cls(segment, control, description, producer, growing=growing, mail=mail, **times)
-            if pool._growth is not None:
-                undo.callback(pool._growth.end)
-                pool._growth.start()
+            if pool.growth is not None:
+                undo.callback(pool.growth.end)
+                pool.growth.start()
             undo.pop_all()
         return pool
 
@@ -164,8 +167,8 @@ class Pool:
         """Take a consumer's ack page and process descriptors, which are this pool's from now on.
 
         Of an elastic pool, its end of the line too; the chunks that there are, are in it when this returns. With `mail`
-        there is no ack page, and a line only for descriptors; from another node nothing comes, and whoever knows of the
-        consumer's death must `strike` it. Returns the consumer's column. Raises AttachRefused, TypeError.
+        there is no ack page, and a line only for descriptors. From another node nothing comes, and the caller must
+        `strike` the consumer once its death is known. Returns the consumer's column. Raises AttachRefused, TypeError.
         """
         check_taken(attachment, Attachment, fds)
         if self.mail is None:
@@ -177,17 +180,17 @@ class Pool:
             with self._lock():
                 self._lending.check_open()
                 if self.mail and any(other.epoch == consumer.epoch for other in self._consumers.values()):
-                    raise AttachRefused(f"consumer {consumer.epoch} has a column already: its mail would be two's")
+                    raise AttachRefused(f"consumer {consumer.epoch} has a column already; detach it first")
                 column = self._ledger.admit()
                 self._consumers[column] = consumer
-                if self._growth is not None:
-                    self._growth.admitted(column)
+                if self.growth is not None:
+                    self.growth.deliveries.admitted(column)
             undo.pop_all()
         return column
 
     def strike(self, column: int) -> None:
-        """Write off a consumer that is proven dead; its leases need it no more. Of one on another node the proof is the
-        word of that node's supervisor, which has seen its process end.
+        """Write off a consumer that is proven dead: no lease waits for it any more. For a consumer on another node the
+        proof is the word of that node's supervisor, which has seen the process end.
 
         No-op for one that the pool has found dead by itself, as it does when it is short of space. Raises ValueError
         for a column that `admit` never gave.
@@ -196,25 +199,26 @@ class Pool:
             column = whole("column", column, 0, self._ledger.admitted - 1)
             if column in self._consumers:
                 self._lending.strike(column)
-                self._lending.struck += 1
+                self._lending.written_off += 1
 
     def outstanding(self, column: int) -> list[tuple[int, int]]:
-        """Slot and generation of every lease that this consumer has been told of and has not acknowledged yet."""
+        """Slot and generation of every lease that was dispatched to this consumer and is not acknowledged yet."""
         with self._lock():
             self._lending.reclaim()
             return [grant[:2] for grant in self._ledger.outstanding(column)]
 
     def strike_dead(self) -> list[int]:
-        """Strike every consumer whose process is gone; returns their columns."""
+        """Write off every consumer whose process is gone. Returns their columns."""
         with self._lock():
             return self._lending.strike_dead()
 
     def check_words(self) -> list[int]:
-        """Quarantine the consumers that have acknowledged what nobody was ever lent; returns their columns.
+        """Quarantine the consumers that have acknowledged a lease that there never was. Returns their columns.
 
-        Such a *foreign* word, of a generation that its slot has not had yet, shows a writer that stores where or what
-        it should not. So none of its words is believed any more: what it was lent stays out until its process is
-        proven dead. It cannot be dispatched to. One comparison for each consumer; for the periodic recycler.
+        Such an acknowledgement, of a generation that its slot has not had yet, shows a writer that stores where or what
+        it should not. So none of that consumer's words is believed any more: what it was lent stays out until its
+        process is proven dead. It cannot be dispatched to. This costs one comparison for each consumer, and is for the
+        periodic recycler.
         """
         with self._lock():
             if self._lending.closed:
@@ -222,53 +226,53 @@ class Pool:
             lent = self._control.lease_words()
             for column in sorted(self._consumers.keys() - self._ledger.quarantined):
                 page = self._consumers[column].page
-                foreign = 0 if page is None else int(np.count_nonzero(page.words() > lent))
-                if self._growth is not None:
-                    foreign += self._growth.foreign(column)
-                self._distrust(column, foreign)
+                invalid = 0 if page is None else int(np.count_nonzero(page.words() > lent))
+                if self.growth is not None:
+                    invalid += self.growth.deliveries.invalid_words(column)
+                self._distrust(column, invalid)
             found, self._distrusted = self._distrusted, []
             return [column for column in found if column in self._consumers]
 
     def check_growth(self) -> Exception | None:
-        """What went wrong in an elastic pool's thread, which goes on: for the periodic recycler to say so.
+        """What went wrong in an elastic pool's thread, which goes on. The periodic recycler logs it.
 
-        The problem that cost this process its GPU, whenever it is asked for: what leases want of the pool from then on
-        raises it too. Else the first one, once; the others are counted, as `growth_failed`.
+        The problem that cost this process its GPU is returned at every call, and every new lease raises it too. Of
+        other problems the first is returned, once; the rest are only counted, as `growth_failed`.
         """
         with self._lock():
-            return None if self._growth is None else self._growth.problem()
+            return None if self.growth is None else self.growth.problem()
 
     # --- by message
 
     def letters(self) -> list[Letter]:
-        """What consumers are to be told of chunks now, for the caller to send: again, until they have answered."""
+        """The messages about chunks that are due now, for the caller to send; repeated until they are answered."""
         now = time.monotonic()
         with self._lock():
             mails = [consumer.line for consumer in self._consumers.values() if isinstance(consumer.line, ChunkMail)]
             return [letter for mail in mails for letter in mail.due(now)]
 
     def knows(self, message: Released) -> bool:
-        """Whether it is of a consumer that this pool has, and that acknowledges by message."""
+        """Whether a message comes from a consumer of this pool that acknowledges by message."""
         with self._lock():
             return self._corresponding(message) is not None
 
     def hear(self, message: Released) -> Letter | None:
-        """Book what a consumer says by message; the answer to it, for the caller to send.
+        """Book a consumer's message. Returns the answer, for the caller to send.
 
-        However often it comes, and in whatever order: what is booked already changes nothing. None from one that has no
-        column (it is dead, or of another life), and from one that is not believed: it is quarantined here, as by
-        `check_words`, for acknowledging what nobody was ever lent.
+        A message may be repeated or late: an entry that is booked already changes nothing. Returns None for a consumer
+        without a column (it is dead, or of a previous epoch) and for a quarantined one. A message that acknowledges a
+        lease that there never was quarantines its consumer, as `check_words` does.
         """
         with self._lock():
             column = self._corresponding(message)
             if self._lending.closed or column is None or column in self._ledger.quarantined:
                 return None
-            mail, growth, lent = self._consumers[column].line, self._growth, self._control.lease_words()
+            mail, growth, lent = self._consumers[column].line, self.growth, self._control.lease_words()
             assert isinstance(mail, ChunkMail)
             assert growth is not None
-            foreign = sum(slot >= len(lent) or generation > lent[slot] for slot, generation in message.leases)
-            foreign = foreign or growth.answered(column, mail, message.taken, message.dropped)
-            if self._distrust(column, foreign):
+            invalid = sum(slot >= len(lent) or generation > lent[slot] for slot, generation in message.leases)
+            invalid = invalid or growth.deliveries.answered(column, mail, message.taken, message.dropped)
+            if self._distrust(column, invalid):
                 return None
             for slot, generation in message.leases:
                 with suppress(StaleLease):  # it was booked before
@@ -310,7 +314,7 @@ class Pool:
             return not self._lending.closed and self._lending.ask_for(sizes) is not None
 
     def private(self, nbytes: int) -> Bytes | None:
-        """Memory like the pool's that is not of the pool; None for a host pool: any will do."""
+        """Memory of the same kind outside the pool; None for a host pool, where any memory will do."""
         return self._segment.private(nbytes)
 
     def order(self) -> Order:
@@ -324,8 +328,8 @@ class Pool:
 
     def statistics(self) -> PoolStatistics:
         with self._lock():
-            lending, ledger, growth = self._lending, self._ledger, self._growth
-            nbytes = self.description.nbytes
+            lending, ledger, growth = self._lending, self._ledger, self.growth
+            nbytes, done = self.description.nbytes, GrowthState() if growth is None else growth.state
             mapped_nbytes, retiring_nbytes = (nbytes, 0) if growth is None else growth.sizes()
             return PoolStatistics(
                 capacity_nbytes=ledger.capacity_nbytes if growth is None else nbytes,
@@ -340,20 +344,20 @@ class Pool:
                 consumers=len(self._consumers),
                 leases=lending.leases,
                 refused=lending.refused,
-                struck_consumers=lending.struck,
+                struck_consumers=lending.written_off,
                 quarantined_consumers=len(self._ledger.quarantined),
-                foreign_words=self._foreign_words,
+                acks_invalid=self._acks_invalid,
                 ended=lending.ended,
                 lent_ms=lending.lent_ns / max(1, lending.ended) / 1e6,
                 longest_lent_ms=lending.longest_lent_ns / 1e6,
                 reserved_nbytes=nbytes,
                 mapped_nbytes=mapped_nbytes,
                 retiring_nbytes=retiring_nbytes,
-                grown=0 if growth is None else growth.grown,
-                retired=0 if growth is None else growth.retired,
+                grown=done.grown,
+                retired=done.retired,
                 growth_waits=lending.growth_waits,
-                growth_refused=0 if growth is None else growth.refused,
-                growth_failed=0 if growth is None else growth.failed,
+                growth_refused=done.refused,
+                growth_failed=done.failed,
             )
 
     def close(self) -> None:
@@ -367,8 +371,8 @@ class Pool:
             self._lending.closed = True
             for column in list(self._consumers):
                 self._lending.strike(column)
-        if self._growth is not None:
-            self._growth.end()
+        if self.growth is not None:
+            self.growth.end()
         with self._lock():
             control = self._control
             await_stores(lambda: control.column(control.READY) == self._lending.published)
@@ -386,13 +390,13 @@ class Pool:
                 return column
         return None
 
-    def _distrust(self, column: int, foreign: int) -> bool:
-        """Quarantine a consumer for so many words of what there never was; False: there are none."""
-        if foreign:
-            self._foreign_words += foreign
+    def _distrust(self, column: int, invalid: int) -> bool:
+        """Quarantine a consumer for so many invalid acknowledgements; False: there are none."""
+        if invalid:
+            self._acks_invalid += invalid
             self._ledger.quarantine(column)
             self._distrusted.append(column)
-        return bool(foreign)
+        return bool(invalid)
 
 
 def new_nonce() -> int:

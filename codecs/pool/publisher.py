@@ -1,7 +1,7 @@
-"""The producer's side: where a tensor is written, and how it leaves: by lease where possible, inline where not.
+"""The producer's side: memory to write tensors into, which are then sent by lease where possible, inline where not.
 
 A *draft* is a place to write one item's tensors in place. It lies in the pool when the pool has room, and in
-private memory when it has not, is absent, or the tensor is small; whoever writes into it need not know. Both are of
+private memory when it has not, is absent, or the tensor is small; its writer need not know which. Both are of
 the pool's kind: where that is a GPU's, what has to travel inline is *staged* to the host first, without waiting.
 """
 
@@ -55,16 +55,16 @@ class Publisher:
     def draft(self, layout: Layout, *, patient: bool = True) -> Draft:
         """Memory for the tensors of one item, packed, to be written, dispatched and sent within a `with` block.
 
-        Raises UnsupportedDtype or BadTensor. Never fails for lack of room; waits for an elastic pool alone, while it
-        grows, and with patient=False, as on an event loop, not for that either: see `growing`.
+        Raises UnsupportedDtype or BadTensor. A lack of room is no failure. The block may wait at its start for an
+        elastic pool that grows; with patient=False, as on an event loop, it never waits: see `growing`.
         """
         return Draft(self, layout, patient=patient)
 
     def fits(self, layouts: Sequence[Layout]) -> bool:
-        """Whether drafts of these layouts would all find their place now, none inline for want of room.
+        """Whether there is room now for drafts of all these layouts, so that none goes inline.
 
-        What somebody asks who would rather wait: *before* holding any of them, so that no two can each hold what
-        the other waits for.
+        A caller that would rather wait asks *before* it holds any of them. So no two callers can each hold the room
+        that the other waits for.
         """
         return self.pool is None or self.pool.fits(self._sizes(layouts))
 
@@ -73,12 +73,12 @@ class Publisher:
         return self.pool is not None and self.pool.growing(self._sizes(layouts))
 
     def _sizes(self, layouts: Sequence[Layout]) -> list[int]:
-        """What the pool would have to lend."""
+        """The sizes of the leases that these would take."""
         return [nbytes for _, nbytes in map(_pack, layouts) if nbytes >= self._inline_below_nbytes]
 
     def publish(self, *tensors: Any) -> Draft:
-        """A draft filled with copies of these tensors (torch, numpy or View), made when its block begins: from then on
-        they may change; those in GPU memory, by work on the stream that is current then.
+        """A draft filled with copies of these tensors (torch, numpy or View). They are copied when its block begins,
+        and may change from then on; those in GPU memory, by work on the stream that is current then.
 
         Raises UnsupportedDtype or BadTensor.
         """
@@ -105,15 +105,14 @@ class Publisher:
 
 
 class Draft:
-    """The tensors of one item, being made, for the length of its block. `views` are writable until the first
-    dispatch."""
+    """Memory for one item's tensors, for the length of its block. `views` are writable until the first dispatch."""
 
     views: list[View]
 
     def __init__(
         self, publisher: Publisher, layout: Layout, sources: Sequence[View] = (), *, patient: bool = True
     ) -> None:
-        """sources: what the tensors are copies of; none: they are not set."""
+        """sources: tensors to copy from; without them the bytes are not set."""
         self._publisher, self._layout, self._sources, self._patient = publisher, layout, sources, patient
         self._places, self._nbytes = _pack(layout)
         self._lease: Lease | None = None
@@ -128,7 +127,7 @@ class Draft:
         lease = self._lease = self._publisher._lease(self._nbytes, self._patient)
         try:
             self._make(lease)
-        except BaseException:  # interrupted: nobody was told of the lease, so it comes back
+        except BaseException:  # interrupted: the lease was dispatched to no consumer, so it comes back
             self.__exit__()
             raise
         return self
@@ -139,7 +138,7 @@ class Draft:
             self._lease.__exit__()
 
     def _make(self, lease: Lease | None) -> None:
-        """The views, and what they are copies of in them."""
+        """The views, with the sources copied into them."""
         self._order: Order = HOST_ORDER
         self._arrival: Arrival | None = None
         if lease is None:
@@ -155,7 +154,7 @@ class Draft:
             view.copy_from(source)
 
     def _private(self) -> Bytes:
-        """Memory that is nobody else's, of the kind that the pool's views have."""
+        """Memory of this draft alone, of the kind that the pool's views have."""
         pool = self._publisher.pool
         if pool is not None and (data := pool.private(self._nbytes)) is not None:
             self._order = pool.order()
@@ -175,15 +174,15 @@ class Draft:
         return sum(view.nbytes for view in self.views)
 
     def complete(self) -> None:
-        """All is written, or will be by what is queued: consumers find it ready then, whatever is queued behind that.
-        Implied by the first dispatch. Raises PoolClosed; StreamCapturing."""
+        """All bytes are written, or will be by work that is queued now. Consumers find them ready once that is done,
+        also if later work is queued behind it. Implied by the first dispatch. Raises PoolClosed; StreamCapturing."""
         if self._lease is not None:
             self._lease.publish()
 
     def stage(self) -> None:
-        """What is written has to travel inline, to one consumer at least: start copying it to the host if it is not
-        there. Nobody waits: look at `staged` until it is True, then dispatch. The bytes are those that were written
-        until now, in the order of the views. Raises StreamCapturing, LeaseError."""
+        """Start copying the bytes to the host if they are not there, since one consumer at least gets them inline. This
+        never waits: look at `staged` until it is True, then dispatch. The bytes are those that were written until now,
+        in the order of the views. Raises StreamCapturing, LeaseError."""
         if not self._open:
             raise self._outside()
         if self._arrival is None:
@@ -200,8 +199,9 @@ class Draft:
         return bool(self.views) and (self._lease is None or column is None) and not self.staged
 
     def prepared(self, column: int | None) -> bool:
-        """Whether `dispatch` to this consumer would go now; if not, what it needs is under way, and nobody waits: look
-        again. What travels inline must be in host memory (see `stage`), and what is told of by message complete.
+        """Whether `dispatch` to this consumer would succeed now. If not, this starts what is missing and returns at
+        once: ask again. Inline bytes must be in host memory (see `stage`). For a consumer that acknowledges by message
+        the bytes must be complete.
 
         Raises StreamCapturing, PoolClosed."""
         if self.must_stage(column):
@@ -210,17 +210,17 @@ class Draft:
         return self._lease is None or column is None or not self.views or self._lease.prepared(column)
 
     def dispatch(self, column: int | None, frames: list[Buffer], *, consumers: int = 1, uses: int = 1) -> list[Payload]:
-        """The payloads of one message to one consumer, which must now be sent; one per tensor.
+        """The payloads of one message to one consumer, one per tensor. The caller must now send it.
 
         column: the consumer's, or None for one that cannot read the pool (it gets the bytes inline). frames: the
         message's inline frames; what travels inline is appended. consumers: how many processes this draft goes
-        to; uses: how often this consumer releases each tensor. Raises LeaseError, also for a consumer that was told
-        already and outside the draft's block, PoolClosed; for GPU memory NotStaged, StreamCapturing, LeaseNotReady: see
-        `prepared`.
+        to; uses: how often this consumer releases each tensor. Raises LeaseError, also for a consumer that has
+        the lease already and outside the draft's block; PoolClosed. For GPU memory raises NotStaged, StreamCapturing,
+        LeaseNotReady: see `prepared`.
         """
         if not self._open:
             raise self._outside()
-        if self._lease is None or column is None or not self.views:  # no tensor: nobody would acknowledge
+        if self._lease is None or column is None or not self.views:  # no tensor: there is nothing to acknowledge
             payloads: list[Payload] = []
             for view, data in zip(self.views, self._inline(), strict=True):
                 payloads.append(Inline(len(frames), CODES[view.dtype], view.shape))
@@ -247,12 +247,12 @@ class Draft:
         ]
 
     def _outside(self) -> LeaseError:
-        """Its bytes may be somebody else's."""
+        """Its bytes may have been lent again."""
         slot, generation = self._lease.grant[:2] if self._lease is not None else (0, 0)
         return LeaseError(slot, generation, "of a draft cannot be sent outside its block")
 
     def _inline(self) -> Iterator[Buffer]:
-        """The bytes of each tensor, in memory that nobody writes again before they are sent."""
+        """The bytes of each tensor, in memory that is not written again before they are sent."""
         if self._on_host:
             yield from (view.data if self._lease is None else view.data.copy() for view in self.views)
             return
@@ -280,7 +280,7 @@ class Draft:
 
 
 def _pack(layout: Layout) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor lies, from byte to byte, and how many there are in all."""
+    """The first byte of each tensor and the one behind it, and the size of all together."""
     places, end = [], 0
     try:
         for dtype, shape in layout:
@@ -288,5 +288,5 @@ def _pack(layout: Layout) -> tuple[list[tuple[int, int]], int]:
             end = start + nbytes_of(dtype, shape)
             places.append((start, end))
         return places, index(end)
-    except (TypeError, ValueError):  # of Python's, about whatever it was that could not be looked at
+    except (TypeError, ValueError):  # of Python's, about a part of the layout that is of another type
         raise BadTensor(f"{layout!r:.200} is no layout; give the dtype and shape of each tensor") from None

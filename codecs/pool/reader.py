@@ -21,6 +21,7 @@ from tensorferry.codecs.memory.memory import Order
 from tensorferry.codecs.messages import LAST_NONCE, Chunks, Confirmed, Inline, Payload, Proxy, Retired
 from tensorferry.codecs.pool.attached_pool import Held, Imported
 from tensorferry.codecs.pool.consumer import check_taken
+from tensorferry.codecs.pool.elastic.chunk_imports import ChunksHere
 from tensorferry.codecs.pool.elastic.mail import Letter, ReleaseMail
 from tensorferry.codecs.pool.export import Attachment, Export
 from tensorferry.codecs.pool.pool import MOST_DEVICES, new_nonce
@@ -47,7 +48,9 @@ class Reader:
         self._device = None if device is None else whole("device", device, 0, MOST_DEVICES)
         self._cache_handles = cache_handles
         self._pools: dict[int, Imported] = {}
-        self._mail: dict[int, ReleaseMail] = {}  #: by pool, also of those that were detached: they must be told
+        self._mail: dict[
+            int, ReleaseMail
+        ] = {}  #: by pool, also of detached pools: their producers must still be notified
         self._left: dict[int, int] = {}  #: of those, the pidfd of the producer, where there is one
         self._idle: deque[Imported] = deque()  #: detached, and open no more: to be closed
         self._lock = Lock()
@@ -83,11 +86,18 @@ class Reader:
                 if pool not in self._pools:
                     self._forget(pool)
 
+    def chunks(self, pool: int) -> ChunksHere:
+        """Which chunks of a pool this process has now; none of one that is not elastic, or not attached."""
+        with self._lock():
+            imported = self._pools.get(pool)
+            mapping = None if imported is None else imported.mapping
+        return ChunksHere({}, {}) if mapping is None else mapping.here()
+
     def upkeep(self) -> None:
         """Map what peers' elastic pools have grown, ahead of need, and drop what they retired; once a second will do.
 
         Until that is dropped it takes GPU memory and counts in its pool's budget. A millisecond a chunk, so do it off
-        an event loop; nobody waits for more than one chunk meanwhile. Raises CudaError.
+        an event loop; no other thread waits for more than one chunk meanwhile. Raises CudaError.
         """
         with self._lock():
             mappings = [imported.mapping for imported in self._pools.values() if imported.mapping is not None]
@@ -96,18 +106,18 @@ class Reader:
                 all_of_them.callback(mapping.upkeep)
 
     def knows(self, message: Chunks | Retired | Confirmed) -> bool:
-        """Whether it is of a pool that this process reads and acknowledges by message, and for this life of it."""
+        """Whether a message is about a pool that this process acknowledges by message, and is for its present epoch."""
         return message.pool in self._mail and message.to == self.consumer
 
     def hear(self, message: Chunks | Retired | Confirmed) -> None:
-        """What the producer of a pool says by message, however often and in whatever order."""
+        """Book a message from the producer of a pool. It may be repeated or late."""
         mail = self._mail.get(message.pool)
         if mail is not None:
             mail.hear(message)
 
     def letters(self) -> list[Letter]:
-        """What producers are to be told by message now, for the caller to send: acknowledgements whose reads are done,
-        again until they are confirmed, and what became of chunks.
+        """The messages to producers that are due now, for the caller to send: acknowledgements whose reads are done,
+        repeated until they are confirmed, and what became of chunks.
 
         Also of pools that were detached, as long as their producer lives: a pidfd proves its death, and where there is
         none, or after `close`, `producer_died` says so.
@@ -146,7 +156,7 @@ class Reader:
         """Forget a pool; its memory is unmapped here once no block has it open. No-op for one that is not attached.
 
         GPU memory: waits until the acknowledgements that are queued have landed, so call it in a thread of its own; a
-        block that outlives it does the same at its end. Nobody else waits meanwhile.
+        block that ends later does the same at its end. No other thread waits meanwhile.
         """
         with self._lock():
             imported = self._pools.pop(pool, None)
@@ -162,7 +172,7 @@ class Reader:
         self._close_idle()
 
     def close(self) -> None:
-        """Detach every pool. What producers have yet to be told by message stays in `letters`."""
+        """Detach every pool. Messages that producers have yet to confirm stay in `letters`."""
         for pool in list(self._pools):
             self.detach(pool)
         with self._lock():
@@ -188,10 +198,10 @@ class Reader:
         """Borrow a payload's bytes for the length of the block; the block's end counts as one release.
 
         frames: the inline frames of the message the payload came in. Nothing may read the view after the
-        block: for a proxy the bytes are then somebody else's. However often a lease is open here at once, its
+        block: the bytes of a proxy are then lent again. However often a lease is open here at once, its
         bytes stay until the last block ends. Raises StaleLease (over, or acknowledged already), LeasePoisoned,
         LeaseNotReady (see `is_ready`), PeerGone, BadTensor, UnsupportedDtype; for Inline also BadMessage. A
-        failed open of a living lease counts as its release too, so that one bad reader wedges nobody.
+        failed open of a living lease counts as its release too, so that one bad reader blocks no other.
 
         A view on a GPU: queue the reads on the stream that is current here, or `View.join` them; the acknowledgement
         goes into that stream behind them. Of a pool elsewhere the view is a local copy, and the release follows the
@@ -232,7 +242,7 @@ class Reader:
             self._release(self._hold(payload))
 
     def withdraw(self, pool: int, leases: Sequence[tuple[int, int]]) -> None:
-        """The producer does not know which of these leases (slot, generation) we were told of: acknowledge them, those
+        """The producer does not know which of these leases (slot, generation) we were sent: acknowledge them, those
         that are open here once no block reads them any more. No-op for those that are over, and where the pool is not
         attached."""
         with self._lock():
@@ -242,14 +252,14 @@ class Reader:
                     imported.withdraw(slot, generation)
 
     def refuse(self, payloads: Sequence[Payload]) -> None:
-        """Acknowledge the leases of these without reading them, and whatever releases they declare: those that are open
+        """Acknowledge the leases of these without reading them, however many releases they declare: those that are open
         here once no block reads them any more. No-op for those that are over."""
         for payload in payloads:
             if isinstance(payload, Proxy):
                 self.withdraw(payload.pool, [(payload.slot, payload.generation)])
 
     def _forget(self, pool: int) -> None:
-        """There is nobody who is to be told of a pool."""
+        """The producer of a pool needs no more messages."""
         self._mail.pop(pool, None)
         if (pidfd := self._left.pop(pool, None)) is not None:
             os.close(pidfd)

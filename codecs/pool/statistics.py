@@ -1,4 +1,4 @@
-"""What a pool says of itself: enough to choose its size."""
+"""The numbers of a pool: enough to choose its size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     leases: int  #: ever lent
     refused: int  #: times no range or slot was free
     struck_consumers: int  #: written off because they died
-    quarantined_consumers: int  #: that are alive, are lent nothing more, and are not believed
-    foreign_words: int  #: acknowledgements found of generations that their slot has not had yet
+    quarantined_consumers: (
+        int  #: that are alive, and are sent nothing more since an acknowledgement of theirs was invalid
+    )
+    acks_invalid: int  #: acknowledgements of generations that their slot had not had yet
     ended: int  #: leases that came back
     lent_ms: float  #: how long they were out, on average
     longest_lent_ms: float
     reserved_nbytes: int  #: the budget: more memory than that is never held
     mapped_nbytes: int  #: memory that leases may lie in
-    retiring_nbytes: int  #: memory that takes no more leases and that somebody still holds; counts in the budget
+    retiring_nbytes: int  #: memory that takes no more leases and that a process still holds; counts in the budget
     grown: int = 0  #: chunks that came, over the pool's life
     retired: int = 0  #: chunks that were given back
     growth_waits: int = 0  #: leases that waited for a chunk to come

@@ -17,7 +17,7 @@ _ALL_ARE_NAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.
 
 
 def destination(path: Path) -> Path:
-    """Where a file written to `path` comes to be: a symbolic link stays one, and what it points to is replaced.
+    """The path that a file written to `path` gets: a symbolic link stays one, and its target is replaced.
 
     Raises OutputError for what no file can replace, or be made at: a device, a pipe, a folder that is not there or not
     to be written to, a name that is too long.
@@ -44,7 +44,7 @@ def destination(path: Path) -> Path:
 
 
 def write_whole(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None:
-    """First without a name, then in its place: nobody ever reads half a file, and what was there stays until then.
+    """Written without a name, then put in its place: no process reads half a file, and the old one stays until then.
 
     mode: who may read and write the new file, less the umask.
     A process that is killed meanwhile leaves nothing behind, except where a file system knows no files without a name.
@@ -83,7 +83,7 @@ def _unlink(name: str, folder: int) -> None:
 
 @contextmanager
 def blamed(path: Path) -> Iterator[None]:
-    """What the system refuses in the block is an OutputError of this path."""
+    """Raise OutputError of this path for an OSError in the block."""
     try:
         yield
     except OSError as problem:

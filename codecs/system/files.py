@@ -1,4 +1,4 @@
-"""Files that somebody names: read whole, if they are files at all, no longer than expected, and where they may be."""
+"""Reads files whose path comes from outside: regular files of a bounded size, in allowed folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OutsideRoots(OSError):
 
 
 class Roots:
-    """The folders below which files may be read that are named by somebody who may not read them himself."""
+    """The folders below which files may be read whose path comes from a client, which may not read them itself."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self.folders = tuple(Path(os.path.realpath(folder)) for folder in folders)

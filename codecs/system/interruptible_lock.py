@@ -1,8 +1,8 @@
 """A lock whose holder may be interrupted: by the garbage collector, and by a signal.
 
-A block that nobody ends (a coroutine or generator in a cycle) is ended by the collector, in whatever thread happens to
-allocate, so perhaps inside the very lock that the block's end needs. Waiting for it there would be waiting for oneself,
-and letting it in would find the books half written. So the end of a block is put off, and anything else is refused.
+A block that is never left (a coroutine or generator in a cycle) is ended by the collector, in the thread that happens
+to allocate, so perhaps inside the very lock that the block's end needs. Waiting for it there would be a deadlock, and
+letting it in would find the data half written. So the end of a block is put off, and any other call is refused.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Lock:
             work = self._late.popleft()
             try:
                 work()
-            except Exception as problem:  # nobody is there to be told: the block was left to the collector
-                told: Any = SimpleNamespace(
+            except Exception as problem:  # no caller could catch it: the block was left to the collector
+                report: Any = SimpleNamespace(
                     exc_type=type(problem),
                     exc_value=problem,
                     exc_traceback=problem.__traceback__,
                     err_msg="a block that was never ended could not be ended",
                     object=work,
                 )
-                sys.unraisablehook(told)
+                sys.unraisablehook(report)

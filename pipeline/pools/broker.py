@@ -125,7 +125,7 @@ class Broker:
         return listener
 
     def check_words(self) -> None:
-        """Look for foreign acknowledgements, and say who is quarantined for them."""
+        """Look for invalid acknowledgements, and log which consumers are quarantined for them."""
         for column in self._pool.check_words():
             origin = self._origins.get(column)
             if origin is not None:

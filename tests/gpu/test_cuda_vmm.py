@@ -1,7 +1,7 @@
 """Elastic pools on a GPU: memory that comes and goes while others read, and what is left when somebody stops or dies.
 
 Between real processes. What both kinds of pools share is tested in `test_cuda_pools.py`, and the decisions without a
-GPU in `tests/codecs/pool/elastic/test_growth.py`.
+GPU in `tests/codecs/pool/elastic/`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ def create(torch: Any) -> Iterator[Callable[..., Pool]]:
 
 def idle_after(pool: Pool, idle_s: float) -> None:
     """Give idle chunks back after so long from now on."""
-    growing = pool._growth
-    assert growing is not None
-    growing._idle_ns = int(idle_s * 1e9)
-    growing._wake.set()
+    assert pool.growth is not None
+    pool.growth.idle_s = idle_s
 
 
 def shrink_to(pool: Pool, until: Any, retiring: int | None = None) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tensorferry.codecs.messages import Confirmed, Proxy, Released
 from tensorferry.codecs.pool.elastic import mail
-from tensorferry.codecs.pool.elastic.chunk_imports import Mapping
+from tensorferry.codecs.pool.elastic.chunk_imports import ChunkImports
 from tensorferry.codecs.pool.elastic.chunks import Chunks
 from tensorferry.codecs.pool.elastic.descriptor_line import Arrived
 from tensorferry.codecs.pool.elastic.mail import ChunkMail, ReleaseMail
@@ -76,7 +76,7 @@ class World:
         self.releases = ReleaseMail(POOL, PRODUCER, CONSUMER, acks, 1, 1)
         self.given_back = [0]
         memory: Any = self.memory
-        self.mapping = Mapping(memory, self.releases, acks, self.releases, 1, self.given_back)
+        self.mapping = ChunkImports(memory, self.releases, acks, self.releases, 1, self.given_back)
         self.said: dict[Any, None] = {}
         self.generation = 0
         self.lent = 0  #: the generation that is out
@@ -236,7 +236,7 @@ def came_in_any_order(self: ReleaseMail, chunk: Any) -> None:
 FAULTS: dict[str, tuple[type, str, Any]] = {
     "a chunk is believed whenever it is heard of": (ReleaseMail, "is_over", lambda self, position, serial: False),
     "of two chunks the one heard of last is the one that is there": (ReleaseMail, "_came", came_in_any_order),
-    "a name is opened ahead of need": (Mapping, "_look_at", lambda self, position: self._take(position)),
+    "a name is opened ahead of need": (ChunkImports, "_look_at", lambda self, position: self._take(position)),
     "retired is dropped, whatever is mapped": (
         ReleaseMail,
         "_went",

@@ -247,5 +247,5 @@ async def test_an_encoder_that_acknowledges_nonsense_gets_nothing_new(run: Calla
         fresh = await outcomes([it.submit(next(its)) for _ in range(10)])
         assert {item.rank for outcome in fresh if isinstance(outcome, wire.Result) for item in outcome.items} == {0}
         assert len([outcome for outcome in fresh if isinstance(outcome, wire.Result)]) == 10
-        assert await it.gauges("pool_foreign_words") == {"tokenizer-0": 1}
+        assert await it.gauges("pool_acks_invalid") == {"tokenizer-0": 1}
         assert await it.gauges("pool_quarantined_consumers") == {"tokenizer-0": 1}

@@ -1,17 +1,17 @@
 """A consumer's side of an elastic pool: chunks are mapped when something lies in them, and dropped when retired.
 
 Which chunk may be used at a position is a word of the producer's, and its descriptor is in the line before any proxy
-that needs it. Without shared pages it is a message, which a proxy may overtake, and is waited for (see `mail.py`).
-While this process has a lease that it has not acknowledged, no chunk that the lease touches is retired, so what was
-said of them stands still from the look at `lease` to the last read: a mapping that matches it is the right one, and one
-that does not is never used.
+that needs it. Without shared pages it is a message, which a proxy may overtake; then the proxy's reader waits (see
+`mail.py`). While this process has a lease that it has not acknowledged, no chunk that the lease touches is retired, so
+what was said of them stands still from the look at `lease` to the last read: a mapping that matches it is the right
+one, and one that does not is never used.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tensorferry.codecs.errors import StaleLease
 from tensorferry.codecs.memory.memory import Arriving, Handle, let_go
@@ -22,7 +22,7 @@ from tensorferry.codecs.pool.elastic.descriptor_line import Arrived
 
 
 class Notices(Protocol):
-    """What the producer says of its chunks: its control page, or its mail."""
+    """The producer's statements about its chunks: its control page, or its messages."""
 
     def chunk(self, position: int) -> int:
         """The serial of the chunk that may be used at a position, 0: none."""
@@ -35,14 +35,21 @@ class Notices(Protocol):
 
 
 class Line(Protocol):
-    """Where chunks come from: a `line.Receiver`, or the producer's mail."""
+    """Where chunks come from: a `descriptor_line.Receiver`, or the producer's messages."""
 
     def receive(self) -> Arrived | None: ...
     def shut(self) -> None: ...
     def close(self) -> None: ...
 
 
-class Mapping:
+class ChunksHere(NamedTuple):
+    """Serials of the chunks that one process has of a pool, by position."""
+
+    mapped: dict[int, int]
+    arrived: dict[int, int]  #: not mapped yet
+
+
+class ChunkImports:
     """The chunks of one pool, as they are mapped here. Thread-safe; its lock is held for one chunk at a time."""
 
     def __init__(
@@ -54,7 +61,7 @@ class Mapping:
         chunk_nbytes: int,
         acknowledged: Sequence[int],
     ) -> None:
-        """Takes over the line; the rest is the reader's, and outlives this.
+        """Takes over the line; the rest is the reader's, and is closed after this.
 
         acknowledged: of each slot, the last generation that this process has given back; its word may be on its way."""
         self._memory, self._notices, self._acks, self._line = memory, notices, acks, line
@@ -80,6 +87,10 @@ class Mapping:
         with self._lock:
             return all(self._is_here(position) for position in span(proxy.offset, nbytes, self._chunk_nbytes))
 
+    def here(self) -> ChunksHere:
+        with self._lock:
+            return ChunksHere(dict(self._mapped), {position: chunk[0] for position, chunk in self._arrived.items()})
+
     def upkeep(self) -> None:
         """Drop what was retired, and map what has come, ahead of need.
 
@@ -88,7 +99,9 @@ class Mapping:
         with self._lock:
             if self._closed:
                 return
-            retired = self._notices.retired()  # before the line is emptied: whatever it asks about is in there
+            retired = (
+                self._notices.retired()
+            )  # before the line is emptied: every chunk that it names has been sent by now
             self._receive()
             for position, asked in retired:
                 if asked not in (self._mapped.get(position), self._arrived.get(position, (0, 0))[0]):
@@ -99,7 +112,7 @@ class Mapping:
             raise problems[0]
 
     def close(self) -> None:
-        """Give everything up, and say so. Nothing may be open; waits for the device."""
+        """Give all chunks up, and store that they are dropped. No lease may be open. Waits for the device."""
         with self._lock:
             self._closed = True
             self._line.shut()  # what is not in it yet can no longer be sent, so nothing is missed below
@@ -107,7 +120,7 @@ class Mapping:
                 if self._mapped:
                     self._memory.settle()
                 problems = _problems(self._drop, list(self._mapped))
-                if problems:  # what is mapped all the same the memory will unmap, and nobody is told so
+                if problems:  # the memory will unmap these chunks, and the producer is not notified
                     raise problems[0]
             finally:
                 self._receive()
@@ -124,8 +137,8 @@ class Mapping:
                 self._drop(position)
 
     def _look_at(self, position: int) -> None:
-        """Map ahead of need what a descriptor keeps. A FABRIC handle is a name: its chunk may be gone before we hear of
-        it, unless we have a lease there. So of those only what is retired is given up."""
+        """Map a chunk ahead of need if its handle is a descriptor, which keeps it alive. A FABRIC handle is a name, and
+        its chunk may be gone by now unless we have a lease there: such a chunk is only given up, if it is retired."""
         with self._lock:
             if position not in self._arrived:
                 return
@@ -202,7 +215,7 @@ class Mapping:
 
 
 def _problems(work: Callable[[int], None], positions: Iterable[int]) -> list[Exception]:
-    """Do it to each of the positions, whatever becomes of the others."""
+    """Do it to each position, also after a failure at another. Returns the failures."""
     problems = []
     for position in positions:
         try:

@@ -5,8 +5,8 @@ The pool's address space is cut into *positions*, one chunk each. A position is
 - *absent*: nothing is there, and a chunk may come;
 - *coming*: its chunk is being made;
 - *mapped*: its chunk has a *serial*, a number that no other chunk of this pool ever has;
-- *retiring*: its chunk takes no more leases. Its memory is still somebody's: this process's until it has unmapped it,
-  and that of every consumer that was sent it until that one has dropped it, or is proven dead. Only then is the
+- *retiring*: its chunk takes no more leases. Its memory is still held: by this process until it has unmapped it, and
+  by every consumer that was sent it until that one has dropped it, or is proven dead. Only then is the
   position absent again, so that there is never more memory than positions: the budget holds.
 """
 

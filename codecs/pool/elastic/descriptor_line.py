@@ -1,8 +1,8 @@
 """The line of an elastic pool: the descriptors of its chunks, on their way from the producer to one consumer.
 
 A UNIX SEQPACKET socket pair that the consumer makes when it attaches; the producer gets one end with the ack page. Each
-packet is (serial, position), two little-endian uint32, with one descriptor. Nothing goes the other way: what the
-consumer did with them is in its words. Neither end ever waits.
+packet is (serial, position), two little-endian uint32, with one descriptor. Nothing goes the other way: the
+consumer answers in its ack page. Neither end ever waits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Receiver:
         self.descriptor = theirs.detach()
 
     def receive(self) -> Arrived | None:
-        """The next chunk; None: there is none now. Packets that are none of the protocol's are passed over."""
+        """The next chunk; None: there is none now. Packets that do not follow the protocol are ignored."""
         while True:
             try:  # not recv_fds, which ignores its flags in Python 3.11
                 data, extras, _, _ = self._socket.recvmsg(_PACKET.size + 1, socket.CMSG_LEN(4), _TAKE)

@@ -1,11 +1,12 @@
-"""What a pool and a consumer tell each other that share no pages, as on two nodes: each side's half of the mail.
+"""Messages between a pool and a consumer that share no pages, as on two nodes: each side's half.
 
-Messages may be lost, repeated, late, or out of order; so each says what is, and not what changed, and is said again
-until the other side has answered. Nothing here sends: `due` gives what is to be said now, and whoever calls it sees to
-the rest. Once it was said it is due again after REPEAT_S.
+Messages may be lost, repeated, late, or out of order. So each of them states what is, not what changed, and is repeated
+until the other side has answered. Nothing here sends: `due` returns the messages that are due now, and its caller sends
+them. An unanswered message is due again after REPEAT_S.
 
-The consumer keeps an ack page all the same, which nobody else sees: what its GPU stores there behind the last read is
-what is told. So an acknowledgement is a message exactly when the reads are done, and nobody waits for a stream.
+The consumer keeps an ack page all the same, which no other process sees. Its GPU stores words there behind the last
+read, and the messages repeat these words. So an acknowledgement is sent once the reads are done, and no thread waits
+for a stream.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ REPEAT_S = 0.5  #: without an answer
 
 
 class Letter(NamedTuple):
+    """A message and its receiver."""
+
     to: int  #: epoch of the process that it is for
     message: Chunks | Retired | Released | Confirmed
 
@@ -36,8 +39,8 @@ class ChunkMail:
     def __init__(self, pool: int, consumer: int, line: Sender | None) -> None:
         """Takes over the line, for descriptors; None: handles are FABRIC handles, and travel in the message."""
         self._pool, self._consumer, self._line = pool, consumer, line
-        self._mapped: dict[int, Chunk] = {}  # by serial: what the consumer has not said that it was told
-        self._retired: dict[int, Chunk] = {}  # what it has not said that it has dropped
+        self._mapped: dict[int, Chunk] = {}  # by serial: chunks that the consumer has not confirmed
+        self._retired: dict[int, Chunk] = {}  # retired chunks that it has not confirmed to have dropped
         self._said: set[int] = set()
         self._repeated_at = 0.0
 
@@ -87,9 +90,9 @@ class ChunkMail:
 
 
 class ReleaseMail:
-    """The consumer's half: what it has given back, and what it was told of chunks. Thread-safe.
+    """The consumer's half: acknowledgements to send, and what it has received about chunks. Thread-safe.
 
-    To `mapping.Mapping` it is what a control page would be, and with FABRIC handles the line too.
+    To `ChunkImports` it is what a control page would be, and with FABRIC handles the line too.
     """
 
     def __init__(self, pool: int, producer: int, consumer: int, acks: AckPage, slots: int, positions: int) -> None:
@@ -100,7 +103,7 @@ class ReleaseMail:
         self._words = np.zeros(slots, np.uint32)  # as they were in the end
         self._said = np.zeros(slots, np.uint32)
         self._confirmed = np.zeros(slots, np.uint32)
-        self._mapped, self._retired = [0] * positions, [0] * positions  # the highest serials that we were told of
+        self._mapped, self._retired = [0] * positions, [0] * positions  # the highest serials received
         self._to_answer: dict[int, int] = {}  # retired chunks that the producer asks about: serial -> position
         self._taken: set[int] = set()
         self._dropped: set[int] = set()
@@ -108,10 +111,10 @@ class ReleaseMail:
         self._repeated_at = 0.0
         self._lock = threading.Lock()
 
-    # --- what we are told
+    # --- receiving
 
     def hear(self, message: Chunks | Retired | Confirmed) -> None:
-        """What is meant for another life, or for places that the pool does not have, is passed over."""
+        """Messages for a previous epoch, or about positions that the pool does not have, are ignored."""
         if message.pool != self._pool or message.to != self._consumer:
             return
         with self._lock:
@@ -147,12 +150,12 @@ class ReleaseMail:
             self._to_answer[serial] = position
 
     def chunk(self, position: int) -> int:
-        """The serial of the chunk that may be used at a position, 0: none that we were told of."""
+        """The serial of the chunk that may be used at a position, 0: none is known here."""
         serial = self._mapped[position]
         return serial if serial > self._retired[position] else 0
 
     def is_over(self, position: int, serial: int) -> bool:
-        """Whether this chunk is retired; one that we were not told of yet is not."""
+        """Whether this chunk is retired. A chunk that is not known here yet is not."""
         return serial <= self._retired[position] or serial < self._mapped[position]
 
     def retired(self) -> list[tuple[int, int]]:
@@ -170,7 +173,7 @@ class ReleaseMail:
     def close(self) -> None:
         self._handles.clear()
 
-    # --- what we say
+    # --- sending
 
     def due(self, now: float) -> Letter | None:
         """now: of time.monotonic()."""
@@ -190,7 +193,7 @@ class ReleaseMail:
         return None
 
     def end(self) -> None:
-        """The pool is mapped here no more, and the ack page goes: everything in it has landed and is dropped."""
+        """The pool is unmapped here and the ack page goes: all its words have landed, and all chunks are dropped."""
         with self._lock:
             np.copyto(self._words, self._landed())
             self._acks = None

@@ -400,7 +400,7 @@ def test_r8_loading_a_driver_hooks_forks(stub_cuda) -> None:
     assert ran.stdout == "1\n"
 
 
-def test_no_driver_survives_being_told_to_another_process() -> None:
+def test_a_missing_driver_is_the_same_error_in_another_process() -> None:
     error = NoDriver("libcuda.so.1 cannot be loaded", missing=True)
     again = type(error)(*error.args)
     assert (str(again), again.missing) == ("libcuda.so.1 cannot be loaded", True)

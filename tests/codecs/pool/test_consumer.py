@@ -315,7 +315,7 @@ def out(pool: Pool) -> int:
     return pool.statistics().lent_slots
 
 
-def test_a_word_is_foreign_when_its_slot_has_not_had_that_generation(pool: Pool, holder: Holder) -> None:
+def test_an_acknowledgement_is_invalid_when_its_slot_has_not_had_that_generation(pool: Pool, holder: Holder) -> None:
     column = holder.join(pool)
     for _ in range(3 * SLOTS):  # every slot to its third generation
         with pool.lease(1):
@@ -325,17 +325,19 @@ def test_a_word_is_foreign_when_its_slot_has_not_had_that_generation(pool: Pool,
     for word in (0, 1, 2, 3):
         holder.ask("store", name, 2, word)
         assert pool.check_words() == [], word
-    assert pool.statistics().foreign_words == 0
+    assert pool.statistics().acks_invalid == 0
     holder.ask("store", name, 2, 4)
     holder.ask("store", name, 0, (1 << 32) - 1)
     assert pool.check_words() == [column]
     assert pool.check_words() == [], "it is told once"
     statistics = pool.statistics()
-    assert (statistics.foreign_words, statistics.quarantined_consumers, statistics.consumers) == (2, 1, 1)
+    assert (statistics.acks_invalid, statistics.quarantined_consumers, statistics.consumers) == (2, 1, 1)
 
 
 @pytest.mark.processes
-def test_whoever_writes_foreign_words_is_told_nothing_more_and_not_believed(pool: Pool, holder: Holder) -> None:
+def test_a_consumer_with_an_invalid_acknowledgement_is_dispatched_nothing_more_and_not_believed(
+    pool: Pool, holder: Holder
+) -> None:
     """Its right word may be as accidental as the wrong one, and it may still read what it has."""
     with Holder() as other:
         bad, good = holder.join(pool), other.join(pool)
@@ -358,7 +360,7 @@ def test_whoever_writes_foreign_words_is_told_nothing_more_and_not_believed(pool
         assert pool.strike_dead() == [bad]
         assert out(pool) == 0
         statistics = pool.statistics()
-        assert (statistics.quarantined_consumers, statistics.struck_consumers, statistics.foreign_words) == (0, 1, 1)
+        assert (statistics.quarantined_consumers, statistics.struck_consumers, statistics.acks_invalid) == (0, 1, 1)
         assert holder_is_served(pool, other, good)
 
 
@@ -374,7 +376,7 @@ def test_looking_at_the_words_of_a_closed_pool_finds_nothing(holder: Holder) -> 
     assert pool.check_words() == []
 
 
-async def test_the_recycler_finds_them_and_the_broker_says_whose_they_are(pool: Pool) -> None:
+async def test_the_recycler_finds_them_and_the_broker_says_whose_they_are(pages: Any, pool: Pool) -> None:
     """And producer and consumer may be one process, by the broker too."""
     origins = [Origin("encoder", rank, rank + 1) for rank in range(2)]
     told: list[tuple[Origin, int]] = []
@@ -397,7 +399,7 @@ async def test_the_recycler_finds_them_and_the_broker_says_whose_they_are(pool: 
             with good.open(proxy) as view:
                 assert view.data.tolist() == [7] * 1000
                 del view
-            bad._pools[name].acks.acknowledge(3, 1)
+            pages.acks[-1].acknowledge(3, 1)  # the second reader's
             async with asyncio.timeout(DEADLINE_S):
                 while not told or pool.statistics().lent_slots:  # noqa: ASYNC110 - the recycler sets no event
                     await asyncio.sleep(0)

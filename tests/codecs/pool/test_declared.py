@@ -30,7 +30,7 @@ def of(proxy: Proxy, consumers: int, uses: int) -> Proxy:
     [([], 1), ([INLINE], 3), ([ONE, OTHER, INLINE], 1), ([of(ONE, 2, 2), of(ONE, 2, 2), of(OTHER, 2, 1)], 2)],
     ids=["nothing", "inline", "two leases", "two tensors of a lease"],
 )
-def test_l8_what_was_lent_so_is_taken(payloads: Sequence[Payload], consumers: int) -> None:
+def test_l8_a_proxy_that_declares_its_true_uses_is_taken(payloads: Sequence[Payload], consumers: int) -> None:
     check_declared(payloads, consumers)
 
 

@@ -100,7 +100,7 @@ def test_r3_a_lease_that_is_over_poisons_nothing(shop: Shop) -> None:
 # --- who was told ---------------------------------------------------------------------------------------------
 
 
-def test_r2_a_consumer_is_told_once(shop: Shop) -> None:
+def test_r2_a_lease_is_dispatched_to_a_consumer_once(shop: Shop) -> None:
     """Or a send that fails would take back the one before, which was opened, and its bytes be lent under the reader."""
     with shop.publisher.publish(tensor(7)) as draft:
         [proxy] = draft.dispatch(shop.column, [])
@@ -111,7 +111,7 @@ def test_r2_a_consumer_is_told_once(shop: Shop) -> None:
     assert shop.out() == 0
 
 
-def test_one_whose_send_failed_can_be_told_again(shop: Shop) -> None:
+def test_a_consumer_whose_send_failed_can_be_dispatched_to_again(shop: Shop) -> None:
     with shop.publisher.publish(tensor(7)) as draft:
         draft.dispatch(shop.column, [])
         draft.retract(shop.column)
@@ -122,7 +122,7 @@ def test_one_whose_send_failed_can_be_told_again(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("counts", [{"uses": 70_000}, {"uses": 0}, {"consumers": 1025}, {"consumers": 0}], ids=str)
-def test_counts_that_no_receiver_accepts_are_refused_before_anybody_counts_as_told(
+def test_counts_that_no_receiver_accepts_are_refused_before_a_dispatch_is_booked(
     shop: Shop, counts: dict[str, int]
 ) -> None:
     with shop.publisher.publish(tensor(1)) as draft, pytest.raises(LeaseError, match="at most"):
@@ -262,7 +262,7 @@ def test_a_finaliser_that_calls_the_pool_inside_its_lock_is_refused(
 
 
 @pytest.mark.usefixtures("collector")
-def test_the_late_end_of_a_block_that_fails_harms_nobody_else(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_late_end_of_a_block_that_fails_harms_no_other_block(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", told.append)
     lock, done = Lock(), []
@@ -408,7 +408,7 @@ def test_a_lease_of_less_than_nothing_is_refused(shop: Shop, nbytes: int) -> Non
     assert shop.out() == 0
 
 
-def test_a_column_that_never_was_cannot_be_struck(shop: Shop) -> None:
+def test_a_column_that_never_was_cannot_be_written_off(shop: Shop) -> None:
     for column in (99, shop.column + 1, -1):
         with pytest.raises(ValueError, match=f"column={column}: from 0 to {shop.column}"):
             shop.pool.strike(column)

@@ -465,7 +465,7 @@ def seeds() -> list[range]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seeds", seeds(), ids=lambda seeds: f"seeds {seeds[0]} to {seeds[-1]}")
-def test_l12_whoever_dies_or_stops_whenever_nothing_is_wrong_lost_or_left(
+def test_l12_deaths_and_stops_at_any_time_lose_nothing_and_leave_nothing(
     zygote: Zygote, seeds: range, record_property: Callable[[str, object], None]
 ) -> None:
     seen: Counter[str] = Counter()

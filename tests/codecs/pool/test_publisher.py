@@ -183,13 +183,13 @@ def test_a_lease_goes_to_several_consumers_and_comes_back_after_the_last(shop: S
         assert shop.out() == 0
 
 
-def test_a_dispatch_to_nobody_is_refused(shop: Shop) -> None:
+def test_a_dispatch_to_an_unknown_column_is_refused(shop: Shop) -> None:
     with shop.publisher.publish(some(5000)) as draft, pytest.raises(LeaseError, match="no consumer has column 9"):
         draft.dispatch(9, [])
     assert shop.out() == 0
 
 
-def test_a_draft_of_no_tensors_leaves_no_lease_that_nobody_would_acknowledge(shop: Shop) -> None:
+def test_a_draft_of_no_tensors_leaves_no_lease(shop: Shop) -> None:
     eager = Publisher(shop.pool, inline_below_nbytes=0)
     with eager.draft([]) as draft:
         assert draft.dispatch(shop.column, []) == []
@@ -206,7 +206,7 @@ def test_an_impossible_layout_takes_no_lease(shop: Shop) -> None:
 # --- inline ------------------------------------------------------------------------------------------------------
 
 
-def test_small_tensors_and_those_for_nobody_s_pool_go_inline(shop: Shop) -> None:
+def test_small_tensors_and_those_without_a_pool_go_inline(shop: Shop) -> None:
     [small], frames = shop.send(some(1023))
     assert isinstance(small, Inline)
     assert (shop.read(small, frames) == some(1023)).all()

@@ -397,7 +397,7 @@ def test_a_pool_that_goes_while_a_block_begins_is_gone(shop: Shop) -> None:
         raise AssertionError("opened")
 
 
-def test_a_block_from_before_a_detach_acknowledges_in_the_column_it_was_told_by(shop: Shop) -> None:
+def test_a_block_opened_before_a_detach_acknowledges_in_its_own_column(shop: Shop) -> None:
     [proxy] = shop.publish()
     with shop.reader.open(proxy) as view:
         shop.reader.detach(proxy.pool)

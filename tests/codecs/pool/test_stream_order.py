@@ -1,216 +1,25 @@
-"""In which order things reach a GPU, on a GPU that runs only when it is told to: no driver, no CUDA device.
-
-What a real one does with it is tested in `tests/gpu`. Here streams are queues of steps that a test runs by hand, so
-every order between two streams and the host can be looked at.
-"""
+"""In which order work reaches a GPU, on one that a test runs by hand; `tests/gpu` has the same on a real one."""
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import os
-import threading
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import UUID, uuid4
 
-import numpy as np
 import pytest
 import torch
+from tests.codecs.pool.hand_driven_gpu import NBYTES, HandDrivenGpu, Shop
 
-from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, LeaseNotReady, LeasePoisoned, StaleLease, StreamCapturing
-from tensorferry.codecs.frames import Limits
-from tensorferry.codecs.memory import registered
-from tensorferry.codecs.memory.cuda_device import CudaDevice, StreamOrder
+from tensorferry.codecs.errors import LeaseNotReady, StaleLease, StreamCapturing
+from tensorferry.codecs.memory.cuda_device import CudaDevice
 from tensorferry.codecs.memory.cuda_driver import CudaError, NoDriver
-from tensorferry.codecs.memory.cuda_ipc import CudaImport, CudaSegment
+from tensorferry.codecs.memory.cuda_ipc import CudaImport
 from tensorferry.codecs.memory.memory import GpuHandle
-from tensorferry.codecs.messages import PoolDescription, Proxy
-from tensorferry.codecs.pool import control as control_module
-from tensorferry.codecs.pool.control import ControlPage
-from tensorferry.codecs.pool.pool import Pool, new_nonce
-from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.codecs.messages import Proxy
+from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.codecs.tensors import CODES, View
-from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec, TimeoutsSpec
-from tensorferry.pipeline.peers.peer import Peer, PeerLife
-from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
-from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.finished_requests import FinishedRequests
-from tensorferry.stages.scheduler.backlog import Backlog
-from tensorferry.stages.scheduler.collector import Collector
-
-NBYTES = 1 << 16
-DEVICE_POINTER = 0x3000
-
-
-class HandDrivenGpu:
-    """What a StreamOrder and the memories need of a CudaDevice; each stream is a queue of steps."""
-
-    ordinal = 0
-
-    def __init__(self) -> None:
-        self.uuid: UUID = uuid4()
-        self.current = 1  #: stream
-        self.capturing: set[int] = set()
-        self.blocking = True  #: streams come after the default one's work too, so none is known to be idle
-        self.calls: list[str] = []
-        self.closed = 0
-        self.registered: dict[int, tuple[int, bool]] = {}  #: by address: bytes, and whether read-only
-        self.refuse = ""  #: a method that fails
-        self.copies: list[tuple[int, int]] = []  #: source and bytes
-        self.refusals: deque[CudaError] = deque()  #: of the next copies
-        self._steps: defaultdict[int, deque[Callable[[], bool]]] = defaultdict(deque)
-        self._happened: set[int] = set()
-        self._events = 0
-        self.bytes = np.zeros(NBYTES, np.uint8)
-
-    def run(self, stream: int) -> None:
-        """Until the stream is empty, or waits for another."""
-        steps = self._steps[stream]
-        while steps and steps[0]():
-            steps.popleft()
-
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        self.calls.append(method)
-        return getattr(self, method)(*arguments, **options)
-
-    def current_stream(self) -> int:
-        return self.current
-
-    def is_capturing(self, stream: int) -> bool:
-        return stream in self.capturing
-
-    def order(self) -> StreamOrder:
-        order = StreamOrder(self, self.current)  # type: ignore[arg-type]
-        order.check()
-        return order
-
-    def over(self, pointer: int, nbytes: int) -> Any:
-        if pointer == DEVICE_POINTER:
-            return self.bytes[:nbytes]
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))  # registered host memory
-
-    def empty(self, nbytes: int, stream: int) -> Any:
-        return Tensor(nbytes)
-
-    def close(self) -> None:
-        self.closed += 1
-
-    # --- as the driver
-
-    def register(self, address: int, nbytes: int, *, read_only: bool) -> int:
-        if self.refuse == "register":
-            raise CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY")
-        self.registered[address] = nbytes, read_only
-        return address
-
-    def unregister(self, address: int) -> None:
-        del self.registered[address]
-        if self.refuse == "unregister":
-            raise CudaError("cuMemHostUnregister", "CUDA_ERROR_UNKNOWN")
-
-    def free(self, pointer: int) -> None: ...
-
-    def ipc_open(self, handle: bytes) -> int:
-        return 0x1000
-
-    def ipc_close(self, pointer: int) -> None:
-        assert pointer == 0x1000
-
-    def write_word(self, stream: int, pointer: int, value: int) -> None:
-        def store() -> bool:
-            ctypes.c_uint32.from_address(pointer).value = value
-            return True
-
-        self._steps[stream].append(store)
-
-    def write_word_if_busy(self, stream: int, pointer: int, value: int) -> bool:
-        if not self.blocking and not self._steps[stream]:
-            return False
-        self.write_word(stream, pointer, value)
-        return True
-
-    def copy(self, into: int, source: int, nbytes: int, stream: int) -> None:
-        if self.refusals:
-            raise self.refusals.popleft()
-        self.copies.append((source, nbytes))
-
-    def event(self) -> int:
-        self._events += 1
-        return self._events
-
-    def record(self, event: int, stream: int) -> None:
-        def happen() -> bool:
-            self._happened.add(event)
-            return True
-
-        self._steps[stream].append(happen)
-
-    def wait_event(self, stream: int, event: int) -> None:
-        self._steps[stream].append(lambda: event in self._happened)
-
-    def forget(self, event: int) -> None: ...
-
-
-class Tensor:
-    """As much of one as a copy's target needs."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def data_ptr(self) -> int:
-        return 0x2000
-
-
-class Shop:
-    def __init__(self, gpu: HandDrivenGpu, pool: Pool, reader: Reader) -> None:
-        self.gpu, self.pool, self.reader = gpu, pool, reader
-        self.column = pool.admit(*reader.attach(*pool.export()))
-
-    def publish(self, uses: int = 1) -> Proxy:
-        with self.pool.lease(100) as lease:
-            lease.dispatch((self.column,))
-        slot, generation, offset, _ = lease.grant
-        return Proxy(self.pool.description.pool, slot, generation, offset, CODES["uint8"], (100,), 1, uses)
-
-    def publish_written(self, uses: int = 1) -> Proxy:
-        proxy = self.publish(uses)
-        self.gpu.run(self.gpu.current)
-        return proxy
-
-    def out(self) -> int:
-        self.pool.reclaim()
-        return self.pool.statistics().lent_slots
-
-
-@pytest.fixture
-def gpu() -> HandDrivenGpu:
-    return HandDrivenGpu()
-
-
-@pytest.fixture
-def shop(gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
-    def attach(handle: GpuHandle, nbytes: int, *, ordinal: int | None, cached: bool) -> CudaImport:
-        imported = CudaImport(gpu, nbytes, handle, cached=cached)  # type: ignore[arg-type]
-        imported._open()
-        return imported
-
-    monkeypatch.setattr(CudaImport, "attach", attach)
-    monkeypatch.setattr(control_module, "STORES_S", 0.01)
-    description = PoolDescription(new_nonce(), "cuda_ipc", NBYTES, 8)
-    segment = CudaSegment(gpu, DEVICE_POINTER, NBYTES, os.urandom(64))  # type: ignore[arg-type]
-    page = ControlPage.create(8, description.pool, 7)
-    segment.adopt(page)
-    with Pool(segment, page, description, 7) as pool, Reader() as reader:
-        yield Shop(gpu, pool, reader)
-        for stream in range(4):
-            gpu.run(stream)
+from tensorferry.codecs.system.descriptors import close_all
+from tensorferry.codecs.tensors import CODES
 
 
 def test_ready_is_stored_by_the_stream_that_writes(shop: Shop) -> None:
@@ -339,7 +148,7 @@ def test_l6_a_stale_mapping_is_opened_again_once(gpu: HandDrivenGpu, imported: C
     assert gpu.calls == ["ipc_open", "copy", "ipc_close", "ipc_open", "copy"]
 
 
-def test_l6_but_not_twice(gpu: HandDrivenGpu, imported: CudaImport) -> None:
+def test_l6_a_mapping_that_is_stale_twice_is_an_error(gpu: HandDrivenGpu, imported: CudaImport) -> None:
     gpu.refusals.extend([CudaError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE")] * 2)
     with pytest.raises(CudaError):
         imported.lend(0, 100, gpu.order())
@@ -369,27 +178,10 @@ def test_a_torch_that_cannot_use_cuda_is_no_driver(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(NoDriver, match=r"torch .* cannot use CUDA: Torch not compiled with CUDA enabled"):
-        CudaDevice(SimpleNamespace(), 0)  # type: ignore[arg-type]
+        CudaDevice(object(), 0)  # type: ignore[arg-type]
 
 
 # --- host memory that a GPU writes ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def registering(gpu: HandDrivenGpu, monkeypatch: pytest.MonkeyPatch) -> HandDrivenGpu:
-    """The GPU that host pools are registered with."""
-    monkeypatch.setattr(registered, "CudaDevice", lambda driver, ordinal: gpu)
-    monkeypatch.setattr(registered, "Driver", SimpleNamespace(load=lambda: None))
-    monkeypatch.setattr(control_module, "STORES_S", 0.01)
-    return gpu
-
-
-@pytest.fixture
-def host_shop(registering: HandDrivenGpu) -> Iterator[Shop]:
-    """A producer on the GPU, whose pool is the host's; a consumer without one."""
-    with Pool.create(NBYTES, 8, device=0) as pool, Reader() as reader:
-        yield Shop(registering, pool, reader)
-        registering.run(1)
 
 
 def test_a_host_pool_that_a_gpu_writes_is_ready_when_the_gpu_says_so(host_shop: Shop) -> None:
@@ -433,7 +225,9 @@ def test_a_host_pool_that_a_gpu_writes_is_registered_for_writing(registering: Ha
         with pool.lease(1000), pool.lease(10) as lease:
             lease.data[:] = 3
             assert lease.grant.offset == 1024
-        assert pool._segment._segment.data[1024:1034].tolist() == [3] * 10  # type: ignore[attr-defined]
+        _, fds = pool.export()
+        assert os.pread(fds[0], 10, 1024) == b"\3" * 10
+        close_all(fds)
         registering.run(1)
     assert (registering.registered, registering.closed) == ({}, 1)
 
@@ -464,186 +258,6 @@ def test_nothing_is_left_of_a_registration_that_fails(
 
 
 # --- stages that wait for a GPU which still writes; in each the stage is a stand-in, the pool and its reader are real
-
-
-READY_S = 60.0  #: a test that waits for it fails by its deadline
-
-
-def stage_of(reader: Reader, tasks: asyncio.TaskGroup, counted: list[str]) -> Any:
-    return SimpleNamespace(
-        reader=reader,
-        device=None,
-        tasks=tasks,
-        alone=nullcontext,
-        outlive=lambda problem: None,
-        limits=Limits(),
-        peers=SimpleNamespace(knows=lambda origin: True),
-        counters=SimpleNamespace(count=counted.append),
-        deployment=Deployment(name="test", timeouts=TimeoutsSpec(ready_s=READY_S)),
-    )
-
-
-class Arrivals(Collector):
-    """What a scheduler collects, as far as what becomes of embeddings that arrive."""
-
-    def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
-        self.stage, self.over, self.backlog = stage, FinishedRequests(60.0), Backlog(0, lambda request: False)
-        replies: Any = None
-        super().__init__(stage, copier, self.over, self.backlog, replies)
-        self.filed: list[tuple[Any, Any]] = []
-        self.is_filed = asyncio.Event()
-
-    async def settled(self) -> None:
-        async with asyncio.timeout(10):
-            await self.is_filed.wait()
-
-    def arrive(self, *proxies: Proxy) -> None:
-        items = tuple(wire.Embedding(n, 100, (wire.Tensor("embeddings", proxy),)) for n, proxy in enumerate(proxies))
-        self.arrived(wire.Embeddings(bytes(16), 0, 7, wire.Origin("encoder", 0, 7), items, ()), [])
-
-    def _file(self, message: Any, over: bool, arrived: Any, problem: Any) -> None:
-        self.filed.append((None if over else arrived, problem))
-        self.is_filed.set()
-
-
-@pytest.fixture
-async def collector(host_shop: Shop) -> AsyncIterator[Arrivals]:
-    async with asyncio.TaskGroup() as tasks:
-        with ThreadPoolExecutor(1) as copier:
-            yield Arrivals(stage_of(host_shop.reader, tasks, []), copier)
-
-
-async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop, collector: Arrivals) -> None:
-    collector.arrive(host_shop.publish())
-    await asyncio.sleep(0)
-    assert collector.filed == []
-    host_shop.gpu.run(1)
-    await collector.settled()
-    [(arrived, problem)] = collector.filed
-    assert problem is None
-    assert arrived[0]["embeddings"].shape == (100,)
-    assert host_shop.out() == 0
-
-
-async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Arrivals) -> None:
-    collector.arrive(host_shop.publish())
-    draining = asyncio.create_task(collector.backlog.join())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not draining.done()
-    host_shop.gpu.run(1)
-    async with asyncio.timeout(10):
-        await draining
-    assert len(collector.filed) == 1
-
-
-@pytest.mark.parametrize("when", ["before it arrives", "while it is waited for"])
-async def test_what_a_request_that_is_over_owes_is_given_back_at_once(
-    host_shop: Shop, collector: Arrivals, when: str
-) -> None:
-    written, unwritten = host_shop.publish_written(), host_shop.publish()
-    if when == "before it arrives":
-        collector.over.add(bytes(16), 0)
-    collector.arrive(unwritten, written)
-    await asyncio.sleep(0)
-    collector.over.add(bytes(16), 0)
-    await collector.settled()
-    assert collector.filed[0][0] is None
-    assert host_shop.out() == 1, "the one that is being written"
-
-
-async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Shop, collector: Arrivals) -> None:
-    late = host_shop.publish()
-    with host_shop.pool.lease(100) as lease:
-        lease.dispatch((host_shop.column,))
-        lease.poison()
-    slot, generation, offset, _ = lease.grant
-    poisoned = Proxy(host_shop.pool.description.pool, slot, generation, offset, CODES["uint8"], (100,), 1, 1)
-    collector.arrive(late, poisoned)
-    await collector.settled()
-    assert isinstance(collector.filed[0][1], LeaseNotReady | LeasePoisoned)
-
-
-async def test_a_lease_that_is_never_written_is_said_to_be_late(
-    host_shop: Shop, collector: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collector.stage.deployment = Deployment(name="test", timeouts=TimeoutsSpec(ready_s=0.01))
-    collector.arrive(host_shop.publish(), host_shop.publish())
-    await collector.settled()
-    assert "was not written within 0.01 s" in str(collector.filed[0][1])
-    host_shop.gpu.run(1)
-    assert host_shop.out() == 0, "both were given back"
-
-
-@pytest.mark.slow
-async def test_embeddings_that_cannot_be_copied_fail_their_request_alone(
-    host_shop: Shop, collector: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def copy(self: View) -> View:
-        raise RuntimeError("CUDA out of memory")
-
-    monkeypatch.setattr(View, "copy", copy)
-    collector.arrive(host_shop.publish_written(), host_shop.publish_written())
-    await collector.settled()
-    problem = collector.filed[0][1]
-    assert (type(problem), problem.index) == (BadItem, 0)
-    assert "could not be copied: RuntimeError: CUDA out of memory" in str(problem)
-    assert host_shop.out() == 0
-
-
-async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_behind_it(shop: Shop) -> None:
-    """The second batch never ends; the first one's embeddings can be read all the same."""
-    gpu, ends = shop.gpu, [threading.Event(), threading.Event()]
-
-    class Adapter:
-        batches = 0
-
-        def encode(self, items: Sequence[ItemInfo], load: Load, out: Out) -> Finish:
-            end = ends[self.batches]
-            self.batches += 1
-            out(0, "embeddings", (1, 100), "uint8")
-            gpu.wait_event(1, -self.batches)
-
-            def finish() -> None:
-                assert end.wait(10)
-
-            return finish
-
-    sent: list[wire.Embeddings] = []
-    outbox: Any = SimpleNamespace(send_nowait=lambda message, frames: sent.append(message))
-    life = PeerLife(8, shop.column)
-    scheduler = Peer("scheduler", 0, outbox, downstream=True, quarantine_s=60.0, life=life)
-    async with asyncio.TaskGroup() as tasks:
-        stage = stage_of(shop.reader, tasks, [])
-        stage.epoch, stage.origin, stage.publisher = 7, wire.Origin("encoder", 0, 7), Publisher(shop.pool)
-        stage.deployment = Deployment(name="test", encoder=EncoderSpec(batch_patches=1))
-        stage.peers = SimpleNamespace(taker=lambda *_: scheduler, knows=lambda _: True)
-        adapter = Adapter()
-        with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(2) as waiter:
-            encoder = Encoder(stage, adapter, thread, waiter)
-            for request in (b"one", b"two"):
-                item = wire.Item(
-                    "image", (1, 1, 1), 1, bytes(32), (wire.Tensor("features", wire.Inline(0, CODES["uint8"], (1, 3))),)
-                )
-                ranks = (wire.Rank(0, 7),), (wire.Rank(0, 8),)
-                asked = wire.Encode(request.rjust(16), 0, 7, wire.Origin("tokenizer", 0, 3), *ranks, (item,), 60_000)
-                encoder.take(asked, [np.zeros(3, np.uint8)])
-            encoding = tasks.create_task(encoder.encode())
-            async with asyncio.timeout(10):
-                while adapter.batches < 2:  # noqa: ASYNC110  (the encoder's thread does it)
-                    await asyncio.sleep(0)
-                ends[0].set()
-                while not sent:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-            payload = sent[0].items[0].outputs[0].payload
-            assert isinstance(payload, Proxy)
-            assert not shop.reader.is_ready(payload)
-            gpu.record(-1, 2)
-            gpu.run(2)
-            gpu.run(1)
-            assert shop.reader.is_ready(payload)
-            encoding.cancel()
-            ends[1].set()
 
 
 def test_a_stale_proxy_is_counted_once(host_shop: Shop) -> None:

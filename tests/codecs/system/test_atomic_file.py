@@ -126,7 +126,7 @@ def test_a_file_that_has_lost_its_name_is_no_place_for_a_file(tmp_path: Path) ->
             destination(Path(f"/proc/self/fd/{file.fileno()}"))
 
 
-def test_a_full_disk_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
