@@ -29,7 +29,7 @@ from tensorferry.stages.tokenizer.text import TextEncoder
 
 log = structlog.get_logger()
 
-#: The most requests whose line is not written yet. Each keeps its whole message in memory.
+#: The most requests whose line is not written yet. Those that were not planned keep their messages in memory.
 MOST_WAITING = 256
 EVERY_S = 0.02  #: between two writes: to wake the thread for each request costs as much as to write it
 
