@@ -1,7 +1,7 @@
 """Which encoder rank encodes which item: pure functions that every process computes alike (promise E1).
 
-Which of them is the deployment's (`encoder.assignment`), so that it stands in one file which everybody has read, and
-not in each message: an encoder checks what it is sent by its own file, whatever the sender believes.
+The deployment file chooses one of them (`encoder.assignment`), and no message names it: an encoder checks each message
+by its own file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Assignment = Literal["balanced", "affinity"]
 def owners(
     assignment: Assignment, request: bytes, patches: Sequence[int], contents: Sequence[bytes], ranks: Sequence[int]
 ) -> list[int]:
-    """The owner of every item, in item order, as a place in `ranks`: the numbers of the ranks that take work now.
+    """The owner of every item, in item order, as an index into `ranks`, the numbers of the ranks that take work now.
 
     patches, contents: the patch count and the content hash of every item. Raises BadMessage as `assign` and `affine`.
     """
@@ -29,10 +29,10 @@ def owners(
 
 
 def first_rank(request: bytes, ranks: int) -> int:
-    """Where a request starts, so where its largest item goes: spread evenly whatever the ids look like.
+    """The rank that gets the largest item of a request. Requests spread evenly over the ranks, whatever ids they have.
 
-    The 8-byte BLAKE2b of the id, read as a big-endian integer, modulo `ranks`. The id itself would do if it
-    were always random; clients that count, or put a host name in front, would then load one rank.
+    The 8-byte BLAKE2b of the id, read as a big-endian integer, modulo `ranks`. The id itself is not
+    used: clients that count, or begin ids with a host name, would load one rank.
     """
     if ranks < 1:
         raise BadMessage(f"an assignment over {ranks} ranks")

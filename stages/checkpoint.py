@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory that say what is in it, before anything heavier is imported to read it."""
+"""The config.json of a checkpoint directory, which is read without an import of torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CONFIG = "config.json"  #: of a checkpoint directory
 
 
 def check_regular(key: str, file: Path) -> None:
-    """Raise ConfigError naming `key` unless this is a regular file, or a link to one: opening a FIFO would wait for
-    whoever writes into it, and a device may have no end."""
+    """Raise ConfigError that names `key` unless this is a regular file, or a link to one: to open a FIFO would wait for
+    a writer, and a device may have no end."""
     try:
         regular = stat.S_ISREG(os.stat(file).st_mode)
     except (OSError, ValueError) as problem:
@@ -27,7 +27,8 @@ def check_regular(key: str, file: Path) -> None:
 
 
 def read_config(key: str, folder: Path) -> Mapping[str, Any]:
-    """The config.json of a checkpoint directory. Raises ConfigError naming `key` and the file where there is none."""
+    """The config.json of a checkpoint directory. Raises ConfigError that names `key` and the file if it
+    cannot be read."""
     file = folder / CONFIG
     check_regular(key, file)
     try:

@@ -1,4 +1,4 @@
-"""Whether processor, model and engine of a deployment can work together; of plug-ins that is not known."""
+"""Checks that the processor, model and engine of a deployment fit together. Plug-ins are not checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorferry.stages.processors.registry import patches_made
 
 
 def check_pairs(deployment: Deployment) -> None:
-    """Raise ConfigError, naming key, both sides and the remedy, for a pair that would fail each request with media."""
+    """Raise ConfigError that names key, both sides and the remedy if each request with media would fail."""
     model, tokenizer, scheduler = deployment.model, deployment.tokenizer, deployment.scheduler
     made, taken = patches_made(tokenizer.processor, tokenizer.options), patches_taken(model)
     if made is not None and taken is not None and made != taken:
@@ -24,7 +24,7 @@ def check_pairs(deployment: Deployment) -> None:
             )
         if made.features != taken.features:
             raise bad_config("tokenizer.options", f"{makes}, and {takes}; make patch_size and the model's agree")
-        problem = f"{made.merge} patches a side become one token, and {taken.merge} in {model.adapter}"
+        problem = f"{tokenizer.processor} merges {made.merge} patches a side, and {model.adapter} merges {taken.merge}"
         raise bad_config("tokenizer.options.merge_size", f"{problem}; make them equal")
     form, width = embedding_form(model), embedding_width(scheduler)
     if form is not None and width is not None and (form.width != width or "float" not in form.dtype):

@@ -1,7 +1,7 @@
-"""Waiting for a GPU, and holding up neither it nor the event loop: for bytes to be written, or to reach the host.
+"""Waits for a GPU to write bytes, or to copy them to the host, without blocking the GPU or the event loop.
 
-Where no GPU writes neither ever waits: a lease is ready before it is sent, and a draft lies where messages are sent
-from. A reader cannot know, though: a pool in host memory may have a GPU at work on it.
+Without a GPU nothing waits: a lease is ready before it is sent, and a draft is in host memory. A reader waits for host
+memory too, because a GPU may write into a pool there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tensorferry.codecs.messages import Payload, Proxy
 from tensorferry.codecs.pool.publisher import Draft
 from tensorferry.codecs.pool.reader import Reader
 
-LOOK_AGAIN_S = 0.0002  #: words and events change without a word to the event loop
+LOOK_AGAIN_S = 0.0002  #: the event loop hears nothing of words and events that change
 
 
 def unready(reader: Reader, payloads: Iterable[Payload]) -> Proxy | None:
-    """The first payload whose bytes are not written yet. Raises as `Reader.is_ready`, of whichever never will be."""
+    """The first payload whose bytes are not written yet. Raises as `Reader.is_ready` if one never will be."""
     proxies = (payload for payload in payloads if isinstance(payload, Proxy))
     late = [proxy for proxy in proxies if not reader.is_ready(proxy)]  # all of them: a later one may be poisoned
     return late[0] if late else None
@@ -28,9 +28,9 @@ def unready(reader: Reader, payloads: Iterable[Payload]) -> Proxy | None:
 async def wait_ready(
     reader: Reader, payloads: Iterable[Payload], patience_s: float, *, unless: Callable[[], bool] = lambda: False
 ) -> None:
-    """Until all payloads can be opened, or `unless` says that nobody wants them any more.
+    """Until all payloads can be opened, or `unless` returns True because they are not wanted any more.
 
-    Raises LeaseNotReady, and as `Reader.is_ready` where they never can.
+    Raises LeaseNotReady after `patience_s`, and as `Reader.is_ready` if a payload can never be opened.
     """
     payloads = list(payloads)
     until = time.monotonic() + patience_s
@@ -41,11 +41,11 @@ async def wait_ready(
 
 
 async def stage(ways: Callable[[], Iterable[tuple[Draft, int | None]]]) -> None:
-    """Bring to the host what has to leave GPU memory inline, and wait until what is told of by message is complete;
-    nothing may be awaited between this and the dispatch.
+    """Copy to the host what has to leave GPU memory inline, and wait until drafts that are announced by message are
+    complete. Nothing may be awaited between this and the dispatch.
 
-    ways: every draft with the column of a consumer that it goes to, as things are now: a consumer may lose its
-    column, or a lesser one come, while the copy is under way.
+    ways: returns every draft with the column of each present consumer. It is called again and again, because a
+    consumer may lose its column while a copy is under way.
     """
     while not all([draft.prepared(column) for draft, column in ways()]):  # noqa: ASYNC110  (all of them are begun)
         await asyncio.sleep(LOOK_AGAIN_S)

@@ -1,9 +1,8 @@
-"""Who holds the event loop: heartbeats, answers and everybody's requests wait while a plug-in does.
+"""Finds plug-ins that block the event loop, for which heartbeats, answers and all requests wait.
 
-A step of a coroutine is timed, so whatever holds the loop in it is found, asleep or at work. Of a call in a thread the
-loop itself is the witness: it looks at the clock every TICK_S while such a call runs. Late by BLOCKED_S, with other
-threads at work for a part of that time, it was kept from running by one that did not let go of Python's lock. A process
-that was stopped is late too, but nobody in it has worked meanwhile.
+Each step of a coroutine is timed, whether it sleeps or works. While a call runs in a thread, the loop looks at the
+clock every TICK_S. If it is late by BLOCKED_S, and other threads used CPU time meanwhile, then a thread kept Python's
+lock. A process that was stopped is late too, but its threads used no CPU time.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Watch:
-    """Looks after the calls of one processor, adapter or engine of this process, on one event loop."""
+    """Watches the calls of one processor, adapter or engine of this process, on one event loop."""
 
-    key: str  #: of the deployment file, that names it
-    name: str  #: which it has there
+    key: str  #: of the deployment file, under which the plug-in is named
+    name: str  #: its value there
     counters: Counters
     _running: int = 0  #: calls in threads
     _began_s: float = 0.0  #: the first of these
@@ -42,7 +41,7 @@ class Watch:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Around the wait for a call that runs in a thread. Costs a microsecond: ticks outlive the calls."""
+        """Around the wait for a call that runs in a thread. Costs a microsecond, as ticks go on between calls."""
         self._running += 1
         if self._running == 1:
             self._began_s = time.monotonic()
@@ -51,12 +50,12 @@ class Watch:
         try:
             yield
         finally:
-            if time.monotonic() - self._since.wall_s > TICK_S + BLOCKED_S:  # the tick is late, and comes behind this
+            if time.monotonic() - self._since.wall_s > TICK_S + BLOCKED_S:  # the tick is late, and has not run yet
                 self._look()
             self._running -= 1
 
     def steps(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-        """What `call` gives, awaited: to be awaited in its place. Each of its steps is timed."""
+        """An awaitable for what `call` returns. Each of its steps is timed."""
 
         async def run() -> T:
             return await call()
@@ -64,7 +63,7 @@ class Watch:
         return _Steps(run().__await__(), self.held)
 
     def held(self, seconds: float) -> None:
-        """Note that it has held the loop for so long: a line for the first time, and for each that is longer."""
+        """Count that the plug-in blocked the loop for so long, and log the first time and each longer one."""
         if seconds < BLOCKED_S:
             return
         self.counters.count("plugin_blocks")
@@ -85,11 +84,13 @@ class Watch:
             asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _look(self) -> None:
-        """Has the tick come late, while a call ran and other threads worked? From here on it is counted anew."""
+        """See whether the tick is late while a call ran and other threads worked, and start to count again."""
         before, self._since = self._since, _Clocks.now()
         late_s = self._since.wall_s - max(before.wall_s + TICK_S, self._began_s)
         others_s = (self._since.process_s - before.process_s) - (self._since.thread_s - before.thread_s)
-        if self._running and others_s >= max(BLOCKED_S / 2, late_s / 10):  # on a busy machine they have a part of it
+        if self._running and others_s >= max(
+            BLOCKED_S / 2, late_s / 10
+        ):  # on a busy machine they get a part of the time
             self.held(late_s)
 
 
@@ -106,7 +107,7 @@ class _Clocks:
 
 @dataclass(frozen=True, slots=True)
 class _Steps(Generic[T]):
-    """An awaitable that tells how long each step of another takes."""
+    """An awaitable that reports how long each step of another takes."""
 
     inner: Generator[Any, Any, T]
     tell: Callable[[float], None]
@@ -125,5 +126,5 @@ class _Steps(Generic[T]):
             problem = None
             try:
                 yield awaited
-            except BaseException as raised:  # cancelled, mostly: it is for who waits inside
+            except BaseException as raised:  # mostly CancelledError, for the coroutine inside
                 problem = raised

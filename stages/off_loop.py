@@ -1,4 +1,4 @@
-"""Work off the event loop that is never left behind."""
+"""Runs work in threads, and waits for its end even when the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def contained(work: Callable[[], T]) -> T:
-    """Do the work of a plug-in. RuntimeError stands for what would go further than the one who asked for it: no future
-    takes a StopIteration, so that its task would wait for ever, and a SystemExit ends the event loop."""
+    """Do the work of a plug-in. StopIteration, and what is not an Exception, becomes RuntimeError: a future does not
+    take StopIteration, so its task would wait for ever, and SystemExit would end the event loop."""
     try:
         return work()
-    except BaseException as problem:  # a plug-in's, in a thread that nobody interrupts
+    except BaseException as problem:  # raised by the plug-in, as nothing interrupts this thread
         if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
             raise
         raise RuntimeError(f"{type(problem).__name__}: {text_of(problem)}") from problem
@@ -26,10 +26,10 @@ def contained(work: Callable[[], T]) -> T:
 async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
     """Run `work` in a thread; when the caller is cancelled, wait for the thread first.
 
-    A thread that writes into a leased range must be done with it before the lease's block ends, whatever
-    became of the task that started it: otherwise the range is lent again under the writer's hands.
+    A thread that writes into a leased range must be done before the lease's block ends. Otherwise the range would be
+    lent again while the thread still writes.
 
-    Whatever it raises is an exception that a task can have: see `contained`.
+    Raises what `work` raises, as `contained` does.
     """
     future = asyncio.get_running_loop().run_in_executor(executor, contained, work)
     try:
@@ -38,8 +38,8 @@ async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
         while not future.done():
             try:
                 await asyncio.wait([future])
-            except asyncio.CancelledError:  # asked again: still wait
+            except asyncio.CancelledError:  # a second cancellation: still wait
                 continue
         if not future.cancelled():
-            future.exception()  # retrieved: the caller's cancellation is what counts
+            future.exception()  # retrieved, so that it is not logged; the cancellation goes on
         raise

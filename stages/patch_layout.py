@@ -1,4 +1,4 @@
-"""What passes between a processor and a vision tower, as far as either is known without importing it."""
+"""The layout of patches between a processor and a vision tower, which is known without importing either."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Patches(NamedTuple):
-    """How an item's pixels are cut up."""
+    """How an item's pixels are cut into patches."""
 
     features: int  #: numbers of a patch
     merge: int  #: patches a side of the block that becomes one embedding

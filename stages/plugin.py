@@ -1,4 +1,4 @@
-"""What the registries of adapters and engines share: a class named in a deployment file, and its options."""
+"""Loads a class that a deployment file names, and checks its options: for all registries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 def bad_config(key: str, problem: str) -> ConfigError:
-    """A ConfigError by one who knows the key but not the file; whoever holds the file may fill it in."""
+    """A ConfigError for a key whose file is not known here; a caller that knows the file adds it."""
     return ConfigError(UNPLACED, None, key, problem)
 
 
@@ -36,7 +36,7 @@ def check_reference(key: str, reference: str, built_in: Mapping[str, object]) ->
 
 
 def require(key: str, name: str, package: str | None) -> None:
-    """Raise ConfigError naming `key`, and what installs it, where a built-in needs a package that is not there."""
+    """Raise ConfigError that names `key` and the command to install a package which a built-in needs and lacks."""
     if package and not find_spec(package):
         raise bad_config(key, f"{name} needs {package}; install it with: pip install 'tensorferry[hf]'")
 
@@ -58,7 +58,7 @@ def import_class(key: str, reference: str) -> type[Any]:
 
 @contextmanager
 def blamed(key: str, what: str, *, unless: bool = False) -> Iterator[None]:
-    """Whatever a plug-in raises inside the block leaves it as a ConfigError naming `key`: `what: KeyError: 'x'`.
+    """Turn every exception of a plug-in inside the block into a ConfigError that names `key`: `what: KeyError: 'x'`.
 
     Also what is no Exception, such as SystemExit. A ConfigError of this file's keys passes: it says more. The user's
     Ctrl-C passes too, but not a KeyboardInterrupt that the plug-in raises.
@@ -102,7 +102,7 @@ def _counting_interrupts(interrupts: list[int]) -> Iterator[None]:
 
 
 def _place(problem: BaseException) -> str:
-    """Where it was raised, for who wrote the plug-in; "" where the text says so, or nobody but us was at work."""
+    """Where it was raised, for the plug-in's author; "" if the text says so, or if it was raised here."""
     frames = [frame for frame in extract_tb(problem.__traceback__) if not frame.filename.startswith("<frozen")]
     if isinstance(problem, SyntaxError) or not frames or frames[-1].filename == __file__:
         return ""
@@ -112,9 +112,9 @@ def _place(problem: BaseException) -> str:
 def read_options(key: str, owner: str, form: type[Options], given: Mapping[str, object]) -> Options:
     """The options of `owner`, checked against the struct `form`.
 
-    key: where they stand in the deployment file, as in `model.options`. Raises ConfigError naming each wrong option:
-    unknown (with those that are known), of the wrong type or out of range, or, by a ValueError of the
-    struct's `__post_init__`, at odds with another one.
+    key: of the options in the deployment file, as in `model.options`. Raises ConfigError that names each wrong option:
+    it is unknown (the known ones are listed), of the wrong type, out of range, or contradicts another option (a
+    ValueError of the struct's `__post_init__`).
     """
     fields = {field.name: field.type for field in msgspec.structs.fields(form)}
     mistakes = []

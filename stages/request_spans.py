@@ -1,8 +1,7 @@
-"""Which spans a request has, and a call of an encoder's adapter: made of times that are known anyway, when it is over.
+"""The spans of a request, and of a call of an encoder's adapter. They are made when it has ended, from known times.
 
-A request's spans are its owner's to tell, from the marks that its outcome carries: one for the whole of it, and in
-that one for each part of its way, under the names that reports have for them. An encoder rank tells of its calls, each
-linked to the requests that shared it.
+A request's owner sends its spans, made from the marks of its outcome: one for the whole request, and inside it one for
+each step, named as in reports. An encoder rank sends a span for each call, with links to the requests in it.
 
 Source: OpenTelemetry semantic conventions for generative AI, spans of "Inference" and of "Embeddings".
 """
@@ -18,7 +17,7 @@ from tensorferry.pipeline.telemetry import traceparent
 from tensorferry.pipeline.telemetry.span import Attribute, Span, new_span_id
 from tensorferry.pipeline.telemetry.timeline import READ, SPANS, reached
 
-#: Which stage a request is at up to a mark; up to all others, it is at its owner.
+#: The stage that a request is at before it reaches a mark; before all other marks it is at its owner.
 _STAGES = {
     "encoding": "encoder",
     "encoded": "encoder",
@@ -29,7 +28,7 @@ _STAGES = {
 
 
 def new_context(submit: wire.Submit) -> bytes:
-    """The context of a request's own span: in its client's trace, or in one that goes by the request's id."""
+    """The context of a request's own span: in its client's trace, or in a trace with the request's id."""
     if submit.context is not None:
         return traceparent.made(traceparent.trace_id(submit.context), new_span_id(), submit.context[24])
     trace = submit.request if any(submit.request) else new_span_id() * 2
@@ -37,7 +36,7 @@ def new_context(submit: wire.Submit) -> bytes:
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """What is told of a request. Nothing here is large: it waits to be sent."""
+    """What the spans of a request are made of. Nothing here is large, because it waits to be sent."""
 
     request: bytes
     context: bytes
@@ -61,7 +60,7 @@ class Ended(msgspec.Struct, frozen=True):
         marks: Mapping[str, int],
         at_ns: int,
     ) -> Ended:
-        """marks: those of its owner, which are all that is known of a request that failed."""
+        """marks: those of its owner. Of a request that failed, no others are known."""
         begun = cls(submit.request, context, submit.context, model, submit.output_tokens, (), at_ns)
         if isinstance(outcome, wire.Failed):
             known = tuple(wire.Mark(step, reached_ns) for step, reached_ns in marks.items())
@@ -75,7 +74,7 @@ class Ended(msgspec.Struct, frozen=True):
         )
 
     def spans(self) -> Iterator[Span]:
-        """The request's own span, then its parts, which follow each other without a gap."""
+        """The request's own span, then those of its steps, which follow each other without a gap."""
         steps = reached(mark for mark in self.marks if not mark.step.startswith(READ))
         attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": "generate_content",

@@ -19,8 +19,8 @@ from tensorferry.stages.plugin import bad_config
 CHECKPOINT = "model.safetensors"  #: looked for where a path is a directory
 INDEX = "model.safetensors.index.json"  #: and this, of a checkpoint in several files
 
-#: Dtypes of weights that are taken, as a safetensors header calls them. Narrower floats come with scales, and some of
-#: them torch cannot look through for NaN.
+#: Accepted dtypes of weights, as a safetensors header calls them. Narrower floats come with scales, and torch cannot
+#: check some of them for NaN.
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 Shape = tuple[int, ...]
@@ -29,7 +29,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of a tensor before it is read."""
+    """A tensor's entry in the header of a safetensors file."""
 
     file: Path
     dtype: str  #: as the header calls it: `F32`, `F8_E4M3`
@@ -37,16 +37,16 @@ class Header(NamedTuple):
 
 
 class _Index(msgspec.Struct):
-    """What Hugging Face's checkpoints in several files say of themselves; other keys are not read."""
+    """The index of Hugging Face's checkpoints in several files; other keys are not read."""
 
-    weight_map: dict[str, Any]  #: tensor -> file beside the index, if all is well
+    weight_map: dict[str, Any]  #: tensor -> file beside the index, not checked yet
 
 
 def seeded_weights(shapes: Shapes, seed: int, key: str = "model") -> Weights:
     """float32 weights, the same for the same seed: normal over sqrt(inputs), biases 0, norms 1.
 
-    key: where sizes and seed stand in the deployment file. Raises ConfigError naming it where the seed has more than 64
-    bits, or the memory does not hold so many weights.
+    key: of sizes and seed in the deployment file. Raises ConfigError that names it if the seed has more than 64 bits,
+    or if the weights do not fit into the available memory.
     """
     if seed >= 1 << 64:
         raise bad_config(f"{key}.seed", f"{seed} has more than 64 bits")
@@ -145,9 +145,9 @@ def read_headers(key: str, files: Mapping[str, Path]) -> dict[str, Header]:
 
 
 def differences(missing: Collection[str], unknown: Collection[str], shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    """What is to be said of a checkpoint whose tensors are not the model's; nothing where they are.
+    """How the tensors of a checkpoint differ from the model's; "" if they are the same.
 
-    shapes: of tensors, those they have and those they should have."""
+    shapes: of tensors, the found and the expected shape."""
     problems = []
     if missing:
         problems.append(f"lacks tensor {listed(missing)}")
@@ -170,7 +170,7 @@ _AGAIN = "fetch the file again"
 
 
 def _is_beside(file: str) -> bool:
-    """Whether an index means a file in its folder or below: not the folder itself, and nothing outside."""
+    """Whether a name in an index is a file in its folder or below: not the folder itself, and nothing outside."""
     path = Path(file)
     return bool(path.name) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
 
@@ -184,7 +184,7 @@ def _by_file(files: Mapping[str, Path], names: Collection[str]) -> dict[Path, li
 
 @contextmanager
 def _opened(key: str, path: Path) -> Iterator[Any]:
-    """A safetensors file. What goes wrong while it is read is a ConfigError that names it: its library does not."""
+    """A safetensors file. Errors while it is read become ConfigErrors that name it, as its library's do not."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -1,4 +1,4 @@
-"""The clients that a tokenizer worker knows: they are told what changes, and one that died has said no good-bye."""
+"""The clients that a tokenizer worker knows. They are told of changes among the processes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tensorferry.pipeline.telemetry.counters import Counters
 log = structlog.get_logger()
 
 MOST_OWED = 1024  #: outcomes that wait for a client to have room for them
-MOST_CLIENTS = 4096  #: that are told of changes; one that is forgotten greets again, and some leave without a word
+MOST_CLIENTS = 4096  #: that are told of changes; one that is forgotten says Hello again
 
 
 class Clients:
-    """See the module."""
+    """Remembers clients that say Hello, until they say Drained or cannot be reached."""
 
     def __init__(
         self, door: FrontDoor, members: Callable[[], wire.Members], silent_s: float, counters: Counters
     ) -> None:
-        """members: what they are told. silent_s: after so long without a greeting it is seen whether one is there."""
+        """members: what clients are told. silent_s: a client without a Hello for so long is probed."""
         self._door, self._members, self._silent_s, self._counters = door, members, silent_s, counters
         self._owed: dict[bytes, deque[wire.Message]] = {}  # outcomes, by client
         self._known: dict[bytes, float] = {}  # when each was last known to be there, the longest ago first
 
     def greeted(self, client: bytes) -> None:
-        """Remember a client, and look after the two that were silent longest."""
+        """Remember a client that said Hello, and probe the two that were silent longest."""
         now, members = time.monotonic(), self._members()
         silent = [known for known, at in islice(self._known.items(), 2) if at < now - self._silent_s]
         for known in (*silent, client):
@@ -47,7 +47,7 @@ class Clients:
         self._known.pop(client, None)
 
     def tell(self) -> None:
-        """Tell all of them who is there now."""
+        """Send Members to all clients."""
         for client in list(self._known):
             self.answer(client, self._members())
 
@@ -55,10 +55,9 @@ class Clients:
         return self.answer(client, self._members())
 
     def is_gone(self, client: bytes, heard_s: float) -> bool:
-        """Whether a client has left without a word. One that was heard within `heard_s` is not asked.
+        """Whether a client's connection has ended. A client that was heard within `heard_s` is not probed.
 
-        Its connection has ended, then, and nobody can be answered through it: who connects again is another. One that
-        lives and does not read is there.
+        A client that connects again gets another name. A client that lives and does not read is not gone.
         """
         if self._known.get(client, -math.inf) > time.monotonic() - heard_s:
             return False
@@ -110,7 +109,7 @@ class Clients:
             owed.append(message)
         except PeerGone as problem:
             self.left(client)
-            if isinstance(message, wire.Members):  # no answer: who only looks how we are does not stay for all we say
+            if isinstance(message, wire.Members):  # a client that only asks for the state may leave early
                 log.debug("client_left", problem=str(problem))
                 return False
             self._undeliverable(message, problem)

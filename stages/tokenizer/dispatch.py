@@ -1,5 +1,5 @@
-"""A request's way out of its owner: items processed in place; pixels to the encoders that own them, tokens and ready
-embeddings to the schedulers."""
+"""Sends a request from its owner: pixels to the encoders that own the items, tokens and ready embeddings to the
+schedulers. Items are processed where their tensors are sent from."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FEATURES = "features"  #: the name of the one tensor that a processor makes of a
 
 
 class Dispatch:
-    """See the module. Books in the request whom it has told."""
+    """Notes in the request which peers it has told."""
 
     def __init__(self, stage: Stage, threads: ThreadPoolExecutor, processor: Processor, watch: Watch) -> None:
         """watch: over the calls of the processor."""
         self._stage, self._threads, self._processor, self._watch = stage, threads, processor, watch
 
     async def send(self, request: Request, prompt: Prompt, items: Sequence[int]) -> None:
-        """Process these items, and send them to whoever reads them: their encoders, or the schedulers where the
-        embeddings came with the request. Raises PeerBusy, PeerGone."""
+        """Process these items, and send each to the encoder that owns it, or to the schedulers if its embeddings came
+        with the request. Raises BadItem, PeerBusy, PeerGone."""
         while not (self.groups() and (self._stage.peers.usable("encoder") or not prompt.to_encode(items))):
             await self._stage.peers.changed()
         every = prompt.layouts
@@ -76,7 +76,7 @@ class Dispatch:
                     self._stage.peers.send(peer, wire.Cancel(request.submit.request, request.attempt, epoch))
 
     async def _process(self, prompt: Prompt, drafts: Mapping[int, Draft]) -> dict[int, bytes]:
-        """Decode items into their drafts, `threads` at a time; their content hashes. Raises BadItem."""
+        """Decode items into their drafts, `threads` at a time, and return their content hashes. Raises BadItem."""
 
         async def process(index: int, draft: Draft) -> bytes:
             try:
@@ -96,7 +96,7 @@ class Dispatch:
         return {index: task.result() for index, task in tasks.items()}
 
     def _write(self, prompt: Prompt, index: int, draft: Draft) -> bytes:
-        """Make one item's tensors where they are to lie; the content hash. Raises BadMedia."""
+        """Write one item's tensors into its draft, and return the content hash. Raises BadMedia."""
         source, plan = prompt.sources[index], prompt.plans[index]
         if isinstance(source, Precomputed):
             source.write(draft.views)
@@ -104,8 +104,8 @@ class Dispatch:
         return write(self._processor, source, plan, draft.views[0])
 
     def _ways(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> list[tuple[Draft, int | None]]:
-        """Every draft with its column at whoever reads it now: the encoder rank that owns the item, or the scheduler
-        ranks, where its embeddings are there already."""
+        """Every draft with the column of each process that will read it: the encoder rank that owns the item, or the
+        scheduler ranks if the embeddings came with the request."""
         owned = self._owners(request, prompt, prompt.to_encode(drafts), self._stage.peers.usable("encoder"))
         ways = [(drafts[index], peer.column) for index, peer in owned.items()]
         if ready := drafts.keys() & prompt.precomputed.keys():
@@ -117,7 +117,7 @@ class Dispatch:
     def _owners(
         self, request: Request, prompt: Prompt, items: Sequence[int], encoders: Sequence[Peer]
     ) -> dict[int, Peer]:
-        """Which of these encoder ranks owns each of these items; none where there is no rank."""
+        """The encoder rank that owns each of these items; {} without encoder ranks."""
         if not encoders:
             return {}
         places = owners(
@@ -130,10 +130,10 @@ class Dispatch:
         return {index: encoders[place] for index, place in zip(items, places, strict=True)}
 
     def _hand_over(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> None:
-        """Tell the schedulers, unless they know, with the embeddings that are there already, and hand the other items
-        to the encoder ranks that own them: no await in here.
+        """Send the request to its schedulers, unless they have it, and the items to the encoder ranks that own them.
+        Nothing in here awaits.
 
-        Raises PeerBusy or PeerGone; what was not sent is taken back.
+        Raises PeerBusy or PeerGone; drafts of messages that were not sent are retracted.
         """
         encoders = self._stage.peers.usable("encoder")
         to_encode = prompt.to_encode(drafts)
@@ -174,8 +174,8 @@ class Dispatch:
         request.sent |= {index: (draft.transport, draft.nbytes) for index, draft in drafts.items()}
 
     def _admit(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft]) -> None:
-        """Tell the scheduler ranks that attend to a request, and give them what needs no encoder. Raises PeerBusy or
-        PeerGone."""
+        """Send a request, and the embeddings that came with it, to the scheduler ranks that attend to it. Raises
+        PeerBusy or PeerGone."""
         lives = [Life.of(peer) for peer in self.attention_group(request.submit.request)]
         group = tuple(wire.Rank(life.peer.rank, life.epoch) for life in lives)
         token_bytes = prompt.token_ids.astype("<i4", copy=False).tobytes()
@@ -211,7 +211,7 @@ class Dispatch:
                 self._send_ready(request, prompt, drafts, life)
 
     def _send_ready(self, request: Request, prompt: Prompt, drafts: Mapping[int, Draft], life: Life) -> None:
-        """Give the embeddings that came with a request to one of the scheduler ranks, each of which reads them."""
+        """Send the embeddings that came with a request to one of the scheduler ranks. Every rank reads all of them."""
         frames: list[Buffer] = []
         items = []
         for index, source in prompt.precomputed.items():

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Mapping
 
 WINDOW_S = 60.0
-MOST = 1024  #: requests that are looked at; of more in the window, the latest
-LOOK_S = 0.25  #: for so long the numbers of a look hold: many clients may ask
+MOST = 1024  #: requests that count; if the window has more, the latest ones
+LOOK_S = 0.25  #: the numbers are computed again after so long, as many clients may ask
 
 
 class Latencies:
-    """Of the requests answered with a result within `WINDOW_S`. Times are seconds of one monotonic clock."""
+    """The latencies of results within the last `WINDOW_S`. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._taken: deque[tuple[float, float]] = deque(maxlen=MOST)  # (when it was answered, ms)
@@ -20,12 +20,12 @@ class Latencies:
         self._looked_s = -math.inf
 
     def add(self, now_s: float, ms: float) -> None:
-        """A request was answered after so long."""
+        """Add the latency of a result."""
         self._taken.append((now_s, ms))
 
     def numbers(self, now_s: float) -> Mapping[str, float]:
-        """The gauges: median and 99th percentile by nearest rank, each a latency that there was, 0 where there was
-        none; and of how many requests. Of fewer than 100 the p99 is the longest."""
+        """The gauges: median and 99th percentile by nearest rank (0 without a request), and the number of requests.
+        With fewer than 100 requests the p99 is the maximum."""
         if now_s - self._looked_s >= LOOK_S:
             while self._taken and now_s - self._taken[0][0] > WINDOW_S:
                 self._taken.popleft()

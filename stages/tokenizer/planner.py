@@ -1,4 +1,4 @@
-"""From a submitted request to its prompt: tokens, placeholders and the shape of every tensor, from headers alone."""
+"""Plans a submitted request: its tokens, placeholders and the shape of every tensor, from headers alone."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _UNKNOWN = {
     wire.VideoFilePart: "a video file (send its pictures, or an animated GIF, PNG or WebP)",
     wire.ImageRef: "a reference to an image that was seen before (send its bytes)",
 }
-Source = Media | Precomputed  #: what an item is made of
+Source = Media | Precomputed  #: an item's encoded media, or its ready embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's tokens and items, as planned."""
+    """The planned tokens and items of a request."""
 
     token_ids: npt.NDArray[np.int32]
     spans: Sequence[tuple[int, int]]
     sources: Sequence[Source]
     plans: Sequence[Plan]
-    text_tokens: int  #: of all but the items
+    text_tokens: int  #: without those of the items
 
     @property
     def precomputed(self) -> dict[int, Precomputed]:
-        """The items that nobody needs to encode, by index."""
+        """The items that need no encoder, by index."""
         return {index: source for index, source in enumerate(self.sources) if isinstance(source, Precomputed)}
 
     def to_encode(self, items: Iterable[int]) -> list[int]:
-        """Those of these items whose embeddings are yet to be made."""
+        """Which of these items an encoder must encode."""
         return [index for index in items if not isinstance(self.sources[index], Precomputed)]
 
     def grid(self, item: int) -> tuple[int, int, int]:
@@ -54,7 +54,7 @@ class Prompt:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Of every item: the tensors that are to be handed over."""
+        """The tensors that are sent for every item."""
         return [
             source.layout if isinstance(source, Precomputed) else [(plan.dtype, plan.shape)]
             for source, plan in zip(self.sources, self.plans, strict=True)
@@ -62,7 +62,7 @@ class Prompt:
 
     @property
     def nbytes(self) -> int:
-        """Of all these tensors."""
+        """The size of all tensors."""
         return sum(nbytes_of(dtype, shape) for layout in self.layouts for dtype, shape in layout)
 
 
@@ -70,11 +70,11 @@ class Planner:
     """Plans requests; thread-safe, and decodes no pixel."""
 
     def __init__(self, processor: Processor, text: TextEncoder, limits: LimitsSpec, form: Form | None = None) -> None:
-        """form: of the embeddings that the deployment's model makes; None: not known."""
+        """form: of the embeddings that the deployment's model makes; None: unknown."""
         self._processor, self._text, self._limits, self._form = processor, text, limits, form
 
     def plan(self, submit: wire.Submit, frames: Sequence[Buffer]) -> Prompt:
-        """From headers alone: the tokens, where the placeholders go, and every tensor's shape."""
+        """Plan a request from headers alone. Raises BadRequest, and BadItem that names the item."""
         parts: list[npt.NDArray[np.int32] | Rows] = []
         sources: list[Source] = []
         plans: list[Plan] = []
@@ -105,7 +105,7 @@ class Planner:
         return prompt
 
     def _item(self, part: wire.Part, frames: Sequence[Buffer]) -> tuple[Source, Plan]:
-        """What an item is made of, and what it will become. Raises BadMedia."""
+        """The source and the plan of an item. Raises BadMedia."""
         if not isinstance(part, MediaPart | wire.EmbeddingsPart):
             raise BadMedia(f"{_UNKNOWN[type(part)]}, which this deployment does not take")
         if isinstance(part, wire.EmbeddingsPart):
@@ -115,7 +115,7 @@ class Planner:
         return media, plan(self._processor, media)
 
     def _media(self, part: MediaPart, frames: Sequence[Buffer]) -> Media:
-        """The bytes of an item. Raises BadMedia where they are not there, or too many."""
+        """The bytes of an item. Raises BadMedia if they are missing or too many."""
         first, count = (part.first, part.count) if isinstance(part, wire.VideoPart) else (part.frame, 1)
         if first + count > len(frames):
             raise BadMedia(f"its bytes should be frame {first + count - 1}, but the message has {len(frames)}")

@@ -1,4 +1,4 @@
-"""Items whose embeddings came with the request: no encoder sees them, and the schedulers copy them out at once (E3)."""
+"""Items whose embeddings came with the request: they go to the schedulers without an encoder (E3)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tensorferry.pipeline.client.prompt_parts import MODALITIES
 from tensorferry.stages.adapters.embedding_form import Form
 from tensorferry.stages.processors.base import BadMedia, Plan
 
-#: The grid of an item that has no patches, so no owner among the encoder ranks.
+#: The grid of an item without patches, which has no owner among the encoder ranks.
 NO_GRID = (0, 0, 0)
-NO_HASH = bytes(32)  #: and the content hash of one
-#: A float's exponent bits, of those whose all-ones mean NaN or infinity, and the integer that has them.
+NO_HASH = bytes(32)  #: the content hash of such an item
+#: The exponent bits of each float, and the integer type to read them with. If all are set, it is NaN or infinity.
 _EXPONENTS = {
     "float16": (np.uint16, 0x7C00),
     "bfloat16": (np.uint16, 0x7F80),
@@ -38,7 +38,7 @@ class Precomputed:
 
     @property
     def plan(self) -> Plan:
-        """As of an item that a processor has planned: `shape` and `dtype` are those of its embeddings."""
+        """The plan of this item; `shape` and `dtype` are those of its embeddings."""
         rows = next(iter(self.outputs.values()))
         return Plan(self.modality, NO_GRID, rows.shape, rows.dtype, rows.shape[0])
 
@@ -57,8 +57,8 @@ class Precomputed:
 def read_precomputed(part: wire.EmbeddingsPart, frames: Sequence[Buffer], form: Form | None) -> Precomputed:
     """The embeddings of a part of a message. Nothing is copied.
 
-    form: what the deployment's model makes; None: not known, and whatever comes is left to the engine.
-    Raises BadMedia for what is no such part, or does not match.
+    form: of what the deployment's model makes; None: unknown, so the engine has to check.
+    Raises BadMedia for a malformed part, and for one that does not match the form.
     """
     if part.modality not in MODALITIES:
         raise BadMedia(f"embeddings of modality {part.modality!r}; {' and '.join(MODALITIES)} have placeholders")
@@ -87,10 +87,10 @@ def read_precomputed(part: wire.EmbeddingsPart, frames: Sequence[Buffer], form: 
 
 
 def _check_other(name: str, given: View, rows: int, form: Form) -> None:
-    """Raise BadMedia unless the model makes this output beside `embeddings`, and so."""
+    """Raise BadMedia unless the model makes this output beside `embeddings`, with this dtype and shape."""
     if name not in form.others:
         known = " and ".join(["embeddings", *form.others])
-        raise BadMedia(f"its output {name!r} is none of the deployment's model, which makes {known}; leave it away")
+        raise BadMedia(f"the deployment's model makes no output {name!r}; it makes {known}; leave this output out")
     shape = tuple(rows if extent is None else extent for extent in form.others[name])
     if (given.dtype, given.shape) != (form.dtype, shape):
         made = f"for {rows} rows the deployment's model makes {form.dtype} {shape}"

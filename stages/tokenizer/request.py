@@ -1,4 +1,4 @@
-"""A request as its owner knows it: who was told of it, in which of their lives, and what they still owe."""
+"""A request that is owned: which lives of peers were told of it, and what these still have to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensorferry.stages.tokenizer.answer_relay import AnswerRelay
 
 
 class Life(NamedTuple):
-    """One life of a peer that was told of a request, through one connection: what breaks that may have lost it."""
+    """One life of a peer that was told of a request through one connection. If either ends, the message may be lost."""
 
     peer: Peer
     epoch: int
@@ -29,9 +29,9 @@ class Life(NamedTuple):
         return (self.peer.epoch, self.peer.connection) != (self.epoch, self.connection) or self.peer.gone
 
     def is_lost(self, elsewhere: bool) -> bool:
-        """Whether to give its work to others. elsewhere: there are others; else the silent may yet do it.
+        """Whether other peers get its work. elsewhere: there are others; without them a silent peer keeps its work.
 
-        One that acknowledges nonsense is not lost: it goes on with what it has, and others might learn it from that.
+        A peer that is quarantined for invalid acknowledgements goes on with its work.
         """
         silent = self.peer.state == "quarantined" and not self.peer.life.distrusted
         return self.over or (elsewhere and silent)
@@ -49,15 +49,15 @@ class Request:
     task: asyncio.Task[None] | None = None  #: that serves it
     marks: dict[str, int] = field(default_factory=lambda: {"received": time.monotonic_ns()})  #: when it reached a step
     sendings: int = 0  #: how often it was sent again as a whole
-    losses: int = 0  #: how often somebody died, or fell silent, who had a part in it
-    reported: int = 0  #: and of these, because of a failure that an encoder or scheduler said was worth it
-    hashes: dict[int, bytes] = field(default_factory=dict)  #: content of every item, once they were processed
+    losses: int = 0  #: how often a peer with a part in it died or fell silent
+    reported: int = 0  #: how often of these after a retryable failure
+    hashes: dict[int, bytes] = field(default_factory=dict)  #: the content hash of every item that was processed
     schedulers: list[Life] = field(default_factory=list)  #: the attention group
     waiting: set[int] = field(default_factory=set)  #: scheduler ranks that have not reported
-    collecting: set[int] = field(default_factory=set)  #: scheduler ranks that may not have all embeddings yet
-    owners: dict[int, Life] = field(default_factory=dict)  #: item -> who encodes it, of those that are encoded
-    sent: dict[int, tuple[str, int]] = field(default_factory=dict)  #: item -> how it travelled, and its bytes
-    told: list[Life] = field(default_factory=list)  #: who knows of this attempt and must hear of a cancel
+    collecting: set[int] = field(default_factory=set)  #: scheduler ranks that have not reported all embeddings
+    owners: dict[int, Life] = field(default_factory=dict)  #: the encoder rank of every item that was sent to one
+    sent: dict[int, tuple[str, int]] = field(default_factory=dict)  #: the transport and the size of every item
+    told: list[Life] = field(default_factory=list)  #: the peers that know of this attempt, and must hear Cancel
     reports: dict[int, wire.Done] = field(default_factory=dict)  #: by scheduler rank
     failure: wire.Failure | None = None  #: what an encoder or scheduler said
     relay: AnswerRelay | None = None  #: of its answer, if its client wants that streamed
@@ -81,37 +81,37 @@ class Request:
 
     @property
     def attempt(self) -> int:
-        """The number under which encoders and schedulers know it now."""
+        """Its attempt as encoders and schedulers count it."""
         return self.submit.attempt * wire.SENDINGS + self.sendings
 
     def encoded_by(self, item: int) -> int:
-        """The encoder rank of an item; -1: none, its embeddings came with the request."""
+        """The encoder rank of an item; -1: its embeddings came with the request."""
         return self.owners[item].peer.rank if item in self.owners else -1
 
     def is_attended_by(self, origin: wire.Origin) -> bool:
-        """Whether this is the life of a scheduler rank that was told of it."""
+        """Whether a message comes from a scheduler rank of this request, in the life that was told of it."""
         lives = ((life.peer.stage, life.peer.rank, life.epoch) for life in self.schedulers)
         return (origin.stage, origin.rank, origin.epoch) in lives
 
     def lost_schedulers(self, *, elsewhere: bool) -> list[Life]:
-        """Those that owe a report and will not give one. elsewhere: there is another group for what silent ones have,
-        which may yet come back."""
+        """Scheduler ranks that have not reported and are lost. elsewhere: another group can take over from silent
+        ranks."""
         return [life for life in self.schedulers if life.peer.rank in self.waiting and life.is_lost(elsewhere)]
 
     def lost_items(self, *, elsewhere: bool) -> list[int]:
-        """Items that will not be encoded where they were sent. elsewhere: there is another rank for those at silent
-        ones, which may yet come back."""
+        """Items whose encoder ranks are lost before all embeddings arrived. elsewhere: another rank can take over from
+        silent ranks."""
         if not self.collecting:
             return []
         return [index for index, life in sorted(self.owners.items()) if life.is_lost(elsewhere)]
 
     def relieved(self) -> list[Life]:
-        """Those that were told of it and whose part others have done: they may not know yet."""
+        """Peers that were told of it, and whose part others have done since."""
         busy = {*self.schedulers, *self.owners.values()}
         return [life for life in self.told if life not in busy]
 
     def start_again(self) -> None:
-        """Forget what has become of it: it is sent anew, as a whole."""
+        """Forget the state of this attempt, and begin the next one."""
         self.sendings += 1
         self.failure = None
         self.schedulers, self.told = [], []
@@ -126,13 +126,13 @@ class Request:
         return self.task is not None and bool(self.task.cancelling())
 
     def cancel(self) -> None:
-        """Give it up. Not at once: a task cancelled before its first step would never run, nor answer."""
+        """Cancel its task soon, and not at once: a task that is cancelled before its first step never replies."""
         if self.task is not None:
             asyncio.get_running_loop().call_soon(self.task.cancel)
 
 
 class Reported(FerryError):
-    """An encoder or scheduler has given a request up."""
+    """An encoder or scheduler has reported a failure of a request."""
 
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(failure)

@@ -17,14 +17,14 @@ from tensorferry.stages.plugin import bad_config
 
 Ids = npt.NDArray[np.int32]
 
-#: What surrounds and stands for an item's rows, by the names that Qwen2-VL's vocabulary gives them.
+#: The tokens before, for and after an item's rows, as Qwen2-VL's vocabulary names them.
 VISION_START, IMAGE_PAD, VISION_END = PLACEHOLDERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-#: Stands for the rows of a video in vocabularies that have it; in others `IMAGE_PAD` does.
+#: The token for the rows of a video. Vocabularies without it use `IMAGE_PAD`.
 VIDEO_PAD = "<|video_pad|>"
-#: What a token that a model itself lists is called where it stands for no text: Qwen's, Llama's and BERT's ways.
+#: Names of control tokens that a model lists itself, as Qwen, Llama and BERT write them.
 _CONTROL = re.compile(r"<\|.+\|>|</?s>|<(?:unk|pad|bos|eos|mask)>|\[(?:UNK|PAD|CLS|SEP|MASK)\]")
-#: One token a byte of UTF-8, id = byte, then the placeholders. `tests/stages/tokenizer/test_text.py` makes it anew and
-#: compares.
+#: One token a byte of UTF-8, id = byte, then the placeholders. `tests/stages/tokenizer/test_text.py` makes it again
+#: and compares.
 BUNDLED = "bytelevel.json"
 
 
@@ -40,17 +40,17 @@ class TextEncoder:
     """A vocabulary. Thread-safe; the tokenizers library encodes without Python's lock."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
-        """`name`: of the file, for errors. Raises ConfigError where a placeholder is missing."""
+        """name: of the file, for errors. Raises ConfigError if a placeholder is missing."""
         found = {token: tokenizer.token_to_id(token) for token in PLACEHOLDERS}
         ids = {token: number for token, number in found.items() if number is not None}
         video_pad = tokenizer.token_to_id(VIDEO_PAD)
         if missing := found.keys() - ids.keys():
             raise bad_config(
                 "tokenizer.vocabulary",
-                f"{name} lacks {', '.join(sorted(missing))}: it is not one of a Qwen2-VL-like model",
+                f"{name} lacks {', '.join(sorted(missing))}: it is not the vocabulary of a Qwen2-VL-like model",
             )
-        # A vocabulary may list a placeholder as an ordinary added token, which is found in text whatever
-        # encode_special_tokens says; its id stays. Nor may one cut or pad what a user wrote.
+        # A vocabulary may list a placeholder as an ordinary added token. Those are found in text whatever
+        # encode_special_tokens says, so they become special here; their ids stay. A user's text is not cut or padded.
         special = PLACEHOLDERS if video_pad is None else (*PLACEHOLDERS, VIDEO_PAD)
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
         tokenizer.encode_special_tokens = True
@@ -65,7 +65,7 @@ class TextEncoder:
     def from_file(cls, path: str | None) -> TextEncoder:
         """The vocabulary of a `tokenizer.json`; None: the bundled one of bytes.
 
-        Raises ConfigError naming the file, where it cannot be read or lacks a placeholder.
+        Raises ConfigError that names the file if it cannot be read or lacks a placeholder.
         """
         name = path or BUNDLED
         try:
@@ -83,8 +83,8 @@ class TextEncoder:
         return self._tokenizer
 
     def special_ids(self) -> Ids:
-        """The ids below `size` that stand for no text, ascending: of placeholders and all other added or special
-        tokens, of what is named like a control token, such as `</s>`, and those that no token has."""
+        """The ids below `size` that stand for no text, ascending. These are the ids of all added or special tokens
+        (placeholders too), of tokens with the name of a control token, such as `</s>`, and of no token."""
         names = self._tokenizer.get_vocab(with_added_tokens=True)
         plain = {number for name, number in names.items() if not _CONTROL.fullmatch(name)}
         plain -= self._tokenizer.get_added_tokens_decoder().keys()
@@ -93,16 +93,15 @@ class TextEncoder:
     def encode(self, text: str) -> Ids:
         """The ids of a text, no start or end tokens added.
 
-        The text is all text: what reads like a placeholder, or like another special token of the vocabulary,
-        is spelled out as the characters it consists of. Templates come as token ids, not as text.
-        Raises BadRequest for what cannot be encoded.
+        Special tokens are not looked for: the characters of a placeholder in the text are encoded as characters.
+        Templates come as token ids, not as text. Raises BadRequest if the text cannot be encoded.
         """
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as problem:  # a lone surrogate is a TypeError, a model without unknown token an Exception
             raise BadRequest(f"text cannot be encoded: {problem}") from None
         ids = np.array(encoding.ids, np.int32)
-        if self._placeholders_in(ids).any():  # a vocabulary whose model itself spells one
+        if self._placeholders_in(ids).any():  # the vocabulary's model spells one by itself
             raise BadRequest("text contains a placeholder token")
         return ids
 
@@ -115,9 +114,9 @@ class TextEncoder:
         return ids
 
     def check_ids(self, ids: Ids) -> None:
-        """Raise BadRequest naming the first id, if any, that is outside the vocabulary or a placeholder's.
+        """Raise BadRequest that names the first id outside the vocabulary, or the first placeholder.
 
-        Placeholders are put in by `assemble` alone, so that they match the items.
+        Only `assemble` puts placeholders in, so they match the items.
         """
         outside = (ids < 0) | (ids >= self.size)
         if outside.any():
@@ -130,10 +129,10 @@ class TextEncoder:
             raise BadRequest(f"token {at} is {token}, id {ids[at]}; placeholders come from items only")
 
     def assemble(self, parts: Sequence[Ids | Rows]) -> tuple[Ids, list[tuple[int, int]]]:
-        """One prompt of the parts of a request, in order: token ids, or for an item its rows.
+        """Join the parts of a request, in order, to one prompt. A part is token ids, or the rows of an item.
 
-        An item becomes vision_start, that many image_pad or video_pad, vision_end. Returns the ids and, for each item
-        in order, (offset, length) of its pads.
+        An item becomes vision_start, one image_pad or video_pad a row, and vision_end. Returns the ids and, for each
+        item in order, (offset, length) of its pads.
         """
         total = sum(part.count + 2 if isinstance(part, Rows) else len(part) for part in parts)
         ids = np.empty(total, np.int32)

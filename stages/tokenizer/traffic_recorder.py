@@ -1,4 +1,4 @@
-"""Writes what clients ask of one tokenizer worker as a trace, in a thread of its own: no request waits for it."""
+"""Writes the requests that come to one tokenizer worker as a trace. It has its own thread, so no request waits."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from tensorferry.stages.tokenizer.text import TextEncoder
 
 log = structlog.get_logger()
 
-#: Requests whose line is not written yet, at most: they hold the messages that they came in.
+#: The most requests whose line is not written yet. Those that were not planned keep their messages in memory.
 MOST_WAITING = 256
-EVERY_S = 0.02  #: what came meanwhile is written together: waking the thread for each costs as much as writing it
+EVERY_S = 0.02  #: between two writes: to wake the thread for each request costs as much as to write it
 
 #: When it came; and the request, or what it is made of later, off the event loop.
 _Entry = tuple[int, Request | tuple[wire.Submit, Sequence[Buffer], Prompt | None]]
 
 
 class Recorder:
-    """What is asked, not what comes of it: requests that are told `busy` are in it too.
+    """Records requests, not outcomes: requests that got `busy` are recorded too.
 
-    Of words only how many tokens they are is kept, and of an image its upright size; with `media`, both as they are. A
-    request that the format has no words for, as with a video, is counted and left out; so is one that comes while too
-    many wait.
+    It keeps the number of tokens of a text and the upright size of an image; with `media`, both as they are. A request
+    that the format cannot express, as one with a video, is counted and left out; so is a request that comes while
+    `MOST_WAITING` wait.
     """
 
     def __init__(
         self, part: Path, media: Path | None, text: TextEncoder, limits: LimitsSpec, counters: Counters
     ) -> None:
-        """part: a file, begun, or continued by a worker that was started again. media: a folder, made if need be; None:
-        metadata alone."""
+        """part: a file, which a worker that was started again continues. media: a folder, which is made if it is
+        missing; None: metadata alone."""
         self._media, self._text, self._limits, self._counters = media, text, limits, counters
         self._waiting: deque[_Entry] = deque()
         self._closing = Event()
@@ -58,7 +58,7 @@ class Recorder:
         self._torn = False  # the file ends within a line, or may
         try:
             self._file = open(part, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE))
-            self._torn = self._file.tell() > 0  # whatever its predecessor had half written is a line of its own
+            self._torn = self._file.tell() > 0  # a line that a predecessor wrote in part is ended first
             if media is not None:
                 media.mkdir(0o700, exist_ok=True)
         except OSError as problem:
@@ -67,9 +67,9 @@ class Recorder:
         self._thread.start()
 
     def take(self, submit: wire.Submit, frames: Sequence[Buffer], at_ns: int, prompt: Prompt | None = None) -> None:
-        """A request that came at `at_ns`, monotonic. Never waits.
+        """Record a request that came at `at_ns`, monotonic. Never waits.
 
-        prompt: as it was planned, which saves looking at its images and words again; None: it was not.
+        prompt: as the request was planned, so its images and texts are not read again; None: it was not planned.
         """
         if len(self._waiting) >= MOST_WAITING:
             self._counters.count("requests_unrecorded")
@@ -82,7 +82,7 @@ class Recorder:
                 self._counters.count("requests_unrecorded")
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write the requests that wait, and end."""
         self._closing.set()
         self._thread.join()
         if self._file is not None:
@@ -94,7 +94,7 @@ class Recorder:
         self._write()
 
     def _write(self) -> None:
-        """What waits, to the file."""
+        """Write the requests that wait."""
         while self._waiting:
             at_ns, entry = self._waiting.popleft()
             try:
@@ -107,7 +107,7 @@ class Recorder:
                 self._complain(problem)
 
     def _put(self, line: bytes) -> None:
-        """Raises OSError, having written all of it or a part, which is then a line of its own."""
+        """Write a line. Raises OSError, and the next line begins anew if only a part was written."""
         if self._file is None:
             raise FileNotFoundError
         data = b"\n" + line if self._torn else line
@@ -117,7 +117,7 @@ class Recorder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _complain(self, problem: Exception) -> None:
-        """Once: a full disk must not end a worker, nor fill its log."""
+        """Log the first problem only: a full disk must not end a worker, nor fill its log."""
         if not self._failed:
             self._failed = True
             log.error("not_recorded", problem=str(problem))
@@ -171,10 +171,10 @@ class Recorder:
             return Image(width=size[0], height=size[1])
         try:
             known = header(data, self._limits)
-        except BadMedia:  # what becomes of it is a result; that there was one is known
+        except BadMedia:  # the request had an image, though of unknown size
             return Image()
         return Image(width=known.width, height=known.height)
 
 
 class _NoWords(Exception):
-    """Our format cannot say this."""
+    """The trace format cannot express this request."""

@@ -272,7 +272,7 @@ def test_a_wrong_setting_is_named(run, file, command):
         (
             "tokenizer: {options: {merge_size: 4}}",
             "tokenizer.options.merge_size",
-            "4 patches a side become one token, and 2 in patch-vit",
+            "merges 4 patches a side, and patch-vit merges 2",
         ),
         (
             "scheduler: {engine: hf-causal, options: {width: 128}}",
