@@ -1,4 +1,4 @@
-"""What an engine adapter is: the one thing to write to plug in a language model."""
+"""The contract of an engine adapter, the only class to write to plug in a language model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensorferry.codecs.tensors import View
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request with everything it needs to run; the tensors are the engine's own copies."""
+    """A complete request. The tensors are the engine's own copies."""
 
     request: bytes
     token_ids: npt.NDArray[np.int32]  #: placeholders included
@@ -30,16 +30,16 @@ class EngineRequest:
 class EngineResult:
     output_tokens: int
     digests: tuple[bytes, ...] = ()  #: one per item where the engine makes them
-    token_ids: tuple[int, ...] = ()  #: the answer, where the engine gives it back this way; those who stream do not
+    token_ids: tuple[int, ...] = ()  #: the answer, if the engine returns it this way; one that streams does not
 
 
 class Engine(Protocol):
-    """A language model's scheduler. Built once a rank from a SchedulerSpec."""
+    """A language model's scheduler. Each rank builds one from a SchedulerSpec."""
 
     async def run(self, batch: Sequence[EngineRequest]) -> Sequence[EngineResult | Exception]:
-        """One answer per request, in order; an Exception fails that request alone.
+        """Return one answer per request, in order; an Exception fails that request alone.
 
-        Cancelled once every request of the batch is cancelled or past its deadline.
+        The call is cancelled once every request of the batch is cancelled or past its deadline.
         """
 
 

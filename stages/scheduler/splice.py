@@ -1,4 +1,4 @@
-"""A request as an engine takes it, the embeddings of its items spliced into its tokens; and the tokens it answers."""
+"""From tokens and embeddings to the request that an engine takes, and from its answer to what a message carries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_TOKENS = 1 << 20  #: of an answer: what a client may ask for
 
 
 def contradiction(admit: wire.Admit, epoch: int) -> BadMessage | None:
-    """What is wrong with a request, whatever embeddings come for it; None: nothing. epoch: of this rank."""
+    """What is wrong with a request before its embeddings are looked at; None: nothing. epoch: of this rank."""
     tokens, odd = divmod(len(admit.token_ids), 4)
     if odd:
         return BadMessage(f"token ids of {len(admit.token_ids)} bytes; int32 takes 4 each")
@@ -48,7 +48,7 @@ def check(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> No
 
 
 class Answer(NamedTuple):
-    """An engine's answer as it travels."""
+    """An engine's answer as a message carries it."""
 
     output_tokens: int
     digests: tuple[bytes, ...]
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, result: object, items: int) -> Answer:
-        """items: of the request. Raises ValueError for what cannot travel, naming it."""
+        """Raises ValueError naming what a message cannot carry. items: how many the request has."""
         if not isinstance(result, EngineResult):
             raise ValueError(f"the engine answered with {result!r:.200}, which is no EngineResult")
         return cls(_count(result.output_tokens), _digests(result.digests, items), _token_bytes(result.token_ids))
@@ -91,7 +91,7 @@ def _token_bytes(given: object) -> bytes:
 
 
 def splice(admit: wire.Admit, embeddings: Mapping[int, Mapping[str, View]]) -> EngineRequest:
-    """A request as the engine takes it: items in the order of their spans."""
+    """Make the engine's request: items are in the order of their spans."""
     return EngineRequest(
         admit.request,
         np.frombuffer(admit.token_ids, "<i4"),

@@ -48,7 +48,7 @@ ITEMS = {
     23: ("EncodeError", "the adapter raised BadItem for item 1180591620717411303424 of 1"),
     24: ("EncodeError", r"ValueError: \ud800"),
     25: ("BadItem", "item 0: the adapter asked for output 'nnn"),
-    26: ("BadItem", "item 0: the adapter asked for output ''; 1 to 64 characters name it"),
+    26: ("BadItem", "item 0: the adapter asked for output ''; a name is 1 to 64 printable characters"),
     27: ("EncodeError", "ValueError: output array is read-only"),
     28: (
         "BadRequest",
