@@ -52,7 +52,7 @@ ITEMS = {
     27: ("EncodeError", "ValueError: output array is read-only"),
     28: (
         "BadRequest",
-        "the pool has no room for 29360128 bytes of embeddings, and a message carries 1 MiB (limits.request_mb)",
+        "the pool has no room for 29360128 bytes of embeddings, and a message carries 16 MiB (limits.request_mb)",
     ),
     29: ("BadTensor", "9 dimensions; at most 8"),
     30: ("InternalError", "RuntimeError: StopIteration"),
