@@ -1,4 +1,4 @@
-"""One call of a model adapter, for the items of several requests: what it may load, and where it writes."""
+"""One call of a model adapter for the items of several requests: what the adapter may load, and where it writes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class _Owner:
 class Call:
     """See the module. Items have numbers of the call's own, 0 .. n-1, as two requests may both have an item 0.
 
-    With a cache, items of equal content are one item to the adapter, and those that the cache knows are none. All
-    leases are of `block`, which a call that fails is thrown away with; what was read of the features is not lost.
+    With a cache, the adapter gets items of equal content as one item, and items that the cache has not at all. All
+    leases belong to `block`, which is closed if the call fails; features that were read stay with their jobs.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Call:
     ) -> None:
         self._cache, self._publisher, self._device, self._block = cache, publisher, device, block
         self._made: dict[Job, list[Made]] = {job: [] for job in jobs}
-        self._owners: list[list[_Owner]] = []  # by number: who wants this content; the first one's features are read
+        self._owners: list[list[_Owner]] = []  # by number: the items of one content; the features of the first are read
         self._known: list[tuple[Made, Outputs]] = []
         self._loaded: set[int] = set()
         self._copies: list[tuple[Content, Outputs]] = []  # for the cache
-        self._lost: int | None = None  # whose features could not be had
+        self._lost: int | None = None  # the item whose features could not be read
         self._borrows = False
         self._copied_ns = 0
         places: dict[Content, int] = {}
@@ -72,7 +72,7 @@ class Call:
                 if cache is not None and (known := job.known(item, cache)) is not None:
                     self._known.append((made, known))
                     continue
-                # Without a cache nobody relies on content hashes, so every item is encoded.
+                # Without a cache content hashes are not relied on: every item is encoded.
                 place = len(self._owners) if cache is None else places.setdefault(item.content, len(self._owners))
                 if place == len(self._owners):
                     self._owners.append([])
@@ -81,16 +81,16 @@ class Call:
 
     @property
     def found(self) -> int:
-        """Items whose embeddings are those of an equal one."""
+        """How many items have the embeddings of an equal item."""
         return len(self._known) + sum(len(owners) - 1 for owners in self._owners)
 
     @property
     def copied_ns(self) -> int | None:
-        """When the last features were copied, so that none is held any more; None where one was borrowed, or none."""
+        """When the last features were copied, so that none is held; None if one was borrowed, or none copied."""
         return None if self._borrows else self._copied_ns or None
 
     async def wait_ready(self, reader: Reader, patience_s: float, *, unless: Callable[[], bool]) -> None:
-        """Until all features that it reads are written, or `unless` says no. Raises as `staging.wait_ready`."""
+        """Wait until all features that it reads are written, or `unless` is true. Raises as `gpu_wait.wait_ready`."""
         for place, owners in enumerate(self._owners):
             payload = owners[0].job.features.unread(owners[0].item.info.index)
             if isinstance(payload, wire.Proxy):
@@ -101,7 +101,7 @@ class Call:
                     raise
 
     def run(self, adapter: ModelAdapter) -> Finish | None:
-        """Encode what nobody has encoded, and give everybody the embeddings; in the rank's thread.
+        """Encode what is not known, and write the embeddings of every item; in the rank's thread.
 
         Returns what the adapter has left to do. Raises what the adapter raises, and BadItem for outputs that it should
         have made.
@@ -119,7 +119,7 @@ class Call:
         return finish
 
     def keep(self) -> None:
-        """Have the cache keep what was made, when it is known to be right."""
+        """Put the embeddings into the cache; called once it is known that the call succeeded."""
         if self._cache is not None:
             for content, copies in self._copies:
                 self._cache.put(content, copies)
@@ -129,7 +129,7 @@ class Call:
         return self._made[job]
 
     def understood(self, problem: Exception) -> Exception:
-        """What was raised; of an item that the adapter was not given, in other words."""
+        """The error to report: `problem`, or a ValueError if it names an item that the adapter was not given."""
         if isinstance(problem, BadItem) and item_of(problem, len(self._owners)) < 0:
             said = (
                 f"the adapter raised BadItem for item {problem.index!r:.80} of {len(self._owners)}: {text_of(problem)}"
@@ -138,8 +138,8 @@ class Call:
         return problem
 
     def at_fault(self, problem: Exception) -> dict[Job, Exception]:
-        """Whom a failure of `run`, of what it returned, or of `wait_ready` is due to, each with the error in its own
-        terms; empty: who knows."""
+        """The jobs that caused a failure of `run`, of what it returned, or of `wait_ready`, each with its error, by the
+        item numbers of its own request; empty if that is not known."""
         if self._lost is not None:
             owners = self._owners[self._lost][:1]  # another's features of equal content may be sound
         elif (place := item_of(problem, len(self._owners))) >= 0:
@@ -153,7 +153,7 @@ class Call:
     # --- what the adapter calls
 
     def load(self, indices: Sequence[int]) -> View:
-        """The features of these items, one after the other; a single item is borrowed where it lies."""
+        """The features of these items, one after the other. A single item is borrowed and not copied."""
         sources = [self._source(index) for index in indices]
         if len(sources) == 1:
             features, item = sources[0]
@@ -184,18 +184,19 @@ class Call:
         made = self._owners[index][0].made if 0 <= index < len(self._owners) else None
         if not (isinstance(name, str) and name.isprintable() and 1 <= len(name) <= wire.MOST_NAME):
             raise BadItem(
-                index, f"the adapter asked for output {name!r:.200}; 1 to {wire.MOST_NAME} characters name it"
+                index,
+                f"the adapter asked for output {name!r:.200}; a name is 1 to {wire.MOST_NAME} printable characters",
             )
         if made is None or name in made.outputs:
-            raise BadItem(index, f"the adapter asked twice for output {name!r}, or for an item it does not have")
+            raise BadItem(index, f"the adapter asked twice for output {name!r}, or for an item that it was not given")
         if len(made.outputs) == wire.MOST_OUTPUTS:
-            raise BadItem(index, f"the adapter asked for output {name!r}; an item has {wire.MOST_OUTPUTS} at most")
+            raise BadItem(index, f"the adapter asked for output {name!r}; an item may have {wire.MOST_OUTPUTS}")
         return self._draft(made, name, dtype, shape)
 
     def _source(self, index: int) -> tuple[Features, int]:
         """Where an item's features are, and its number there."""
         if not 0 <= index < len(self._owners) or index in self._loaded:
-            raise BadItem(index, "its features were loaded already, or the adapter does not have it")
+            raise BadItem(index, "the adapter loaded its features twice, or was not given it")
         self._loaded.add(index)
         first = self._owners[index][0]
         return first.job.features, first.item.info.index
@@ -218,7 +219,7 @@ class Call:
 
 
 def _check(item: ItemInfo, made: Made) -> None:
-    """An item has outputs, and rows as its placeholders. Raises BadItem."""
+    """Raise BadItem unless an item has an output, with one row for each placeholder."""
     first = next(iter(made.views.values()), None)
     if first is None:
         raise BadItem(item.index, "the adapter made no output for it")

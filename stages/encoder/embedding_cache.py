@@ -1,7 +1,7 @@
-"""What an encoder rank made of contents that it has seen: a cache of embeddings, bounded in bytes.
+"""A cache of an encoder rank's embeddings by content, bounded in bytes.
 
-It takes a content hash at its word: that equal hashes mean equal tensors is every processor's promise
-(`Processor.write`). The model and its settings are no part of a key, as they are the rank's own, for life.
+It relies on content hashes: every processor promises that equal hashes mean equal tensors (`Processor.write`). The
+model and its settings are not part of a key, because a rank never changes them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.tensors import View
 
-Outputs = Mapping[str, View]  #: what an adapter made of one item, by name
+Outputs = Mapping[str, View]  #: an adapter's outputs for one item, by name
 
 
 class Content(NamedTuple):
-    """All that decides an item's embeddings: items of equal content share them."""
+    """Everything that an item's embeddings depend on. Items of equal content share them."""
 
     content_hash: bytes
     modality: str
     grid: tuple[int, int, int]
     rows: int
-    dtype: int  #: of its features, and their shape: the hash should cover both, and these cost nothing
+    dtype: int  #: of its features, as `shape` is. The hash should cover both; comparing them too costs nothing
     shape: tuple[int, ...]
 
     @classmethod
@@ -41,7 +41,7 @@ class _Entry:
 
 
 class EmbeddingCache:
-    """See the module. Least recently used goes first; what is pinned stays. One thread uses it."""
+    """See the module. It drops the least recently used entry first, and no pinned one. One thread uses it."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = capacity_nbytes
@@ -69,9 +69,9 @@ class EmbeddingCache:
             entry.pins -= 1
 
     def put(self, content: Content, outputs: Outputs) -> bool:
-        """Keep these, which are the cache's own from now on, and let go of others for them.
+        """Keep these outputs, which the cache owns from now on, and drop others for them.
 
-        False, and nothing changes, where they are in already, or there is no room beside what is pinned.
+        Returns False and changes nothing if the content is in the cache, or if pinned entries leave no room.
         """
         nbytes = sum(view.nbytes for view in outputs.values())
         if content in self._entries or not self._make_room(nbytes):
@@ -81,7 +81,7 @@ class EmbeddingCache:
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Whether so much fits, after the least recently used that stand in the way are gone."""
+        """Drop the least recently used entries until so much fits. False, and nothing changes, if it cannot."""
         idle = [(content, entry.nbytes) for content, entry in self._entries.items() if not entry.pins]
         if self.nbytes - sum(size for _, size in idle) + nbytes > self.capacity_nbytes:
             return False

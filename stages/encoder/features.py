@@ -13,7 +13,7 @@ from tensorferry.codecs.tensors import View, dtype_of
 
 
 class Features:
-    """Each payload is read at most once and released exactly once; what was read can be had again until `close`."""
+    """Each payload is read once at most and released exactly once. What was read stays until `close`."""
 
     def __init__(self, reader: Reader, message: wire.Encode, frames: Sequence[Buffer]) -> None:
         self._reader, self._frames = reader, frames
@@ -26,7 +26,7 @@ class Features:
         return self._payloads.get(index)
 
     def form(self, index: int) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of an item's features, which do not lie: memory can be taken for them.
+        """Dtype and shape of an item's features, checked against its payload, so that memory may be allocated for them.
 
         Raises as `Reader.is_ready`.
         """
@@ -60,11 +60,11 @@ class Features:
         """Release an item's features unread: its embeddings are known."""
         payload = self._payloads.pop(index, None)
         if payload is not None:
-            with suppress(FerryError):  # over already, or its producer is gone: nothing is owed
+            with suppress(FerryError):  # the lease is over, or its producer is gone
                 self._reader.acknowledge(payload)
 
     def close(self) -> None:
-        """Give back what is borrowed, and abandon what was never read."""
+        """Return what is borrowed, and release what was never read."""
         self._read.clear()
         self._borrowed.close()
         for index in list(self._payloads):

@@ -1,4 +1,4 @@
-"""What waits for an encoder rank: the items of each request, and which requests share a call of the adapter."""
+"""The jobs that wait for an encoder rank, and which of them share a call of the adapter."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Job:
             for index, item in enumerate(message.items)
             if item.features
         ]
-        #: Dtype and extents of a patch of its features. Requests share a batch with those of their own form alone: what
-        #: one says of its items, by mistake or on purpose, must not move or refuse another's. None: with nobody, as
-        #: those that come again: whoever had them died or failed, perhaps of one of them.
+        #: Dtype and extents of a patch of its features. Only requests of one form share a batch: otherwise a wrong
+        #: claim of one request could shift the rows of another's items, or have them refused. None: it goes alone,
+        #: as a request does that is sent again, because the rank that had it died or failed, perhaps of it.
         self.form: tuple[int, tuple[int, ...]] | None = None
         forms = {(item.content.dtype, item.content.shape[1:]) for item in self.items}
         again = message.anew or message.attempt % wire.SENDINGS
@@ -51,7 +51,7 @@ class Job:
         self._pins = ExitStack()
 
     def known(self, item: JobItem, cache: EmbeddingCache) -> Outputs | None:
-        """What the cache has for an item, kept until `close`; its features are then given back unread (promise E4)."""
+        """What the cache has for an item, pinned until `close`. Its features are then released unread (promise E4)."""
         index = item.info.index
         if index not in self._known and item.content in cache:
             self._known[index] = self._pins.enter_context(cache.pinned(item.content))
@@ -59,14 +59,14 @@ class Job:
         return self._known.get(index)
 
     def close(self) -> None:
-        """Release every payload that came, and what of the cache was kept for this."""
+        """Release every payload that came, and unpin what the cache has for it."""
         self.features.close()
         self._known.clear()
         self._pins.close()
 
 
 class Jobs:
-    """Jobs in order of arrival, taken as many together as the patch budget allows."""
+    """Jobs in order of arrival. As many are taken together as the patch budget allows."""
 
     def __init__(self, budget_patches: int, wait_s: float, patches: Callable[[Job], int]) -> None:
         """budget_patches: of the jobs taken together; one that has more goes alone. wait_s: how long a job waits for
@@ -81,12 +81,12 @@ class Jobs:
 
     @property
     def unfinished(self) -> int:
-        """Those that wait, and those that were taken and are not done."""
+        """How many wait, or were taken and are not done."""
         return self._unfinished
 
     @property
     def waiting(self) -> int:
-        """Those that were not taken yet."""
+        """How many were not taken yet."""
         return len(self._waiting)
 
     def put_nowait(self, job: Job) -> None:
@@ -96,13 +96,13 @@ class Jobs:
         self._changed.set()
 
     async def take(self) -> list[Job]:
-        """The job that has waited longest, and those behind it that fit beside it. `done` is owed for each."""
+        """Take the oldest job, and the next ones that fit beside it. The caller owes `done` for each."""
         await self._arrives()
         batch = [self._waiting.popleft()]
         total, form = self._patches(batch[0]), batch[0].form
         while form is not None and total < self._budget:
             if not self._waiting:
-                # With nothing to encode there is nothing to gain from company.
+                # A job with nothing to encode gains nothing by waiting for others.
                 until = batch[0].came_s + self._wait_s if total and not self._hurried else 0.0
                 if not await self._arrives(until):
                     break
@@ -142,16 +142,16 @@ class Jobs:
             self._idle.set()
 
     def hurry(self) -> None:
-        """From now on nobody waits for company."""
+        """From now on no job waits for others."""
         self._hurried = True
         self._changed.set()
 
     async def join(self) -> None:
-        """Until every job is done."""
+        """Wait until every job is done."""
         await self._idle.wait()
 
     async def _arrives(self, until_s: float | None = None) -> bool:
-        """Wait until a job waits; False: none does at `until_s` (of the monotonic clock), or they are hurried."""
+        """Wait until there is a job; False: there is none at `until_s` (of the monotonic clock), or after `hurry`."""
         while not self._waiting:
             left_s = None if until_s is None else until_s - time.monotonic()
             if left_s is not None and (self._hurried or left_s <= 0):

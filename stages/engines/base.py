@@ -34,7 +34,7 @@ class EngineItem:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request with everything it needs to run; the tensors are the engine's own copies."""
+    """A complete request. The tensors are the engine's own copies."""
 
     request: bytes
     token_ids: npt.NDArray[np.int32]  #: placeholders included
@@ -96,9 +96,9 @@ class Engine(Protocol):
     """A language model's scheduler that answers batches. Built once a rank from a SchedulerSpec."""
 
     async def run(self, batch: Sequence[EngineRequest]) -> Sequence[EngineResult | Exception]:
-        """One answer per request, in order; an Exception fails that request alone.
+        """Return one answer per request, in order; an Exception fails that request alone.
 
-        Cancelled once every request of the batch is cancelled or past its deadline.
+        The call is cancelled once every request of the batch is cancelled or past its deadline.
         """
 
 

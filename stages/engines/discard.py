@@ -1,4 +1,4 @@
-"""An engine that generates nothing: it counts, takes as long as it is told to, and can digest what it got."""
+"""An engine that generates nothing: it counts requests, takes a given time, and can digest the embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DiscardOptions(Spec, frozen=True):
 
 
 class DiscardStatistics(msgspec.Struct, frozen=True):
-    """What the engine has finished so far."""
+    """What the engine has finished so far, in counts."""
 
     batches: int
     requests: int
@@ -46,11 +46,11 @@ class CorruptEmbeddings(FerryError):
         self.item, self.row = item, row
 
     def __str__(self) -> str:
-        return f"item {self.item}: row {self.row} of its fingerprint is not the item's"
+        return f"item {self.item}: row {self.row} of its fingerprint belongs to another item, or was overwritten"
 
 
 def digest_of(item: int, outputs: Mapping[str, View]) -> bytes:
-    """What stands for an item's embeddings in a result.
+    """The digest of an item's embeddings in a result.
 
     Of the `fingerprint` adapter's (`embeddings` is uint8 of width 32): the fingerprint itself, 32 bytes, once
     all rows and, where there is one, the `digest` output agree; CorruptEmbeddings otherwise. Of any other
@@ -83,7 +83,7 @@ class Discard:
         return self._statistics
 
     async def run(self, batch: Sequence[EngineRequest]) -> Sequence[EngineResult | Exception]:
-        """One result per request, or CorruptEmbeddings in its place; see `digest_of`."""
+        """Return one result per request, or CorruptEmbeddings in its place; see `digest_of`."""
         prompt_tokens = sum(len(request.token_ids) for request in batch)
         output_tokens = sum(request.output_tokens for request in batch)
         service_us = self._options.service_ms * 1e3 + self._options.per_token_us * (prompt_tokens + output_tokens)

@@ -1,7 +1,7 @@
 """A causal language model of the transformers library as an engine: prompts with spliced embeddings in, tokens out.
 
-Greedy, one request after the other: small and right, to see a deployment answer end to end. It is no server of a large
-model: those batch, page their caches and stream.
+Greedy, one request after the other: small and correct, so that a deployment answers end to end. It does not
+serve large models: servers of these batch, page their caches and stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HfCausal:
-    """Answers with up to the tokens that were asked for; fewer where the model says that it is at an end.
+    """Answers with as many tokens as were asked for, or fewer if the model ends its answer.
 
     Of an item's outputs it takes `embeddings`, one row for each placeholder, as wide as the model; others, such as
     Qwen3-VL's `deepstack`, have no place in a plain language model.
@@ -81,12 +81,17 @@ class HfCausal:
         """The prompt as embeddings, (1, tokens, width), items' rows in place of their placeholders."""
         config, ids = self._model.config, torch.from_numpy(request.token_ids.astype("int64"))
         if not len(ids):
-            raise BadRequest("an empty prompt; a language model needs a token to start from")
+            raise BadRequest("the prompt is empty; a language model needs at least one token")
         if int(ids.max()) >= config.vocab_size or int(ids.min()) < 0:
-            raise BadRequest(f"token id {int(ids.max())}; the language model's vocabulary has {config.vocab_size}")
+            raise BadRequest(
+                f"the prompt has token ids {int(ids.min())} to {int(ids.max())}; the language model's vocabulary has "
+                f"{config.vocab_size}"
+            )
         most = config.max_position_embeddings
         if len(ids) + request.output_tokens > most:
-            raise BadRequest(f"{len(ids)} tokens and {request.output_tokens} more; the model's context is {most}")
+            raise BadRequest(
+                f"{len(ids)} prompt tokens and {request.output_tokens} output tokens exceed the model's context, {most}"
+            )
         images = [outputs["embeddings"].torch() for outputs in request.embeddings]
         if images and images[0].device != self._model.device:
             self._model.to(images[0].device)

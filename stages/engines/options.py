@@ -1,4 +1,4 @@
-"""The options of engines that import torch, apart from them so that checking a deployment file imports none."""
+"""Options of engines that import torch. They stand apart so that a deployment file is checked without that import."""
 
 from __future__ import annotations
 

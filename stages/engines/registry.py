@@ -18,7 +18,7 @@ from tensorferry.stages.plugin import bad_config, blamed, check_reference, impor
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """What is known of an engine without importing it."""
+    """What is known of a built-in engine without an import."""
 
     reference: str
     options: type[Spec]
@@ -38,9 +38,9 @@ def check_engine_name(engine: str) -> None:
 
 
 def check_engine(spec: SchedulerSpec) -> None:
-    """Find mistakes in `scheduler` without importing a plug-in: a name or an option that does not exist.
+    """Raise ConfigError for a name or an option in `scheduler` that does not exist, without importing a plug-in.
 
-    A plug-in's options are its own to check, when it is built. Raises ConfigError.
+    A plug-in checks its options itself when it is built.
     """
     check_engine_name(spec.engine)
     if spec.engine in BUILT_IN:
@@ -49,7 +49,7 @@ def check_engine(spec: SchedulerSpec) -> None:
 
 
 def embedding_width(spec: SchedulerSpec) -> int | None:
-    """How wide the embeddings are that an engine takes, without an import; None: not known (a plug-in), or any.
+    """The width of the embeddings that an engine takes, without an import; None: any, or not known (a plug-in).
 
     Raises ConfigError naming `scheduler.options.path` where that is no directory with a config.json."""
     if spec.engine != "hf-causal":

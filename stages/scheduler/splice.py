@@ -14,7 +14,7 @@ from tensorferry.stages.engines.base import EngineItem, EngineRequest
 
 
 def contradiction(admit: wire.Admit, epoch: int) -> BadMessage | None:
-    """What is wrong with a request, whatever embeddings come for it; None: nothing. epoch: of this rank."""
+    """What is wrong with a request before its embeddings are looked at; None: nothing. epoch: of this rank."""
     tokens, odd = divmod(len(admit.token_ids), 4)
     if odd:
         return BadMessage(f"token ids of {len(admit.token_ids)} bytes; int32 takes 4 each")

@@ -50,11 +50,11 @@ ITEMS = {
     23: ("EncodeError", "the adapter raised BadItem for item 1180591620717411303424 of 1"),
     24: ("EncodeError", r"ValueError: \ud800"),
     25: ("BadItem", "item 0: the adapter asked for output 'nnn"),
-    26: ("BadItem", "item 0: the adapter asked for output ''; 1 to 64 characters name it"),
+    26: ("BadItem", "item 0: the adapter asked for output ''; a name is 1 to 64 printable characters"),
     27: ("EncodeError", "ValueError: output array is read-only"),
     28: (
         "BadRequest",
-        "the pool has no room for 29360128 bytes of embeddings, and a message carries 1 MiB (limits.request_mb)",
+        "the pool has no room for 29360128 bytes of embeddings, and a message carries 16 MiB (limits.request_mb)",
     ),
     29: ("BadTensor", "9 dimensions; at most 8"),
     30: ("InternalError", "RuntimeError: StopIteration"),

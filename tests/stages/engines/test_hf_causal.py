@@ -302,8 +302,8 @@ async def test_a_request_that_does_not_fit_fails_alone() -> None:
     bad = {
         "vocabulary has 300": request_of([1, 300]),
         "is 64 wide": request_of([7, 7], (0, rows_of(2, 0, width=32))),
-        "an empty prompt": request_of([]),
-        "context is 32768": request_of([1] * 32760, output_tokens=9),
+        "the prompt is empty": request_of([]),
+        "context, 32768": request_of([1] * 32760, output_tokens=9),
     }
     answers = await engine.run([good, *bad.values(), good])
     assert answers[0] == answers[-1]
