@@ -124,7 +124,8 @@ class Encoder:
         return numbers
 
     def connection_mended(self, peer: Peer) -> None:
-        self._replies.report_possibly_lost(peer)
+        if peer.stage == "scheduler":
+            self._replies.report_possibly_lost(peer)
 
     # --- from receive to reply
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -27,8 +26,9 @@ from tensorferry.pipeline.peers.peer import Peer, PeerLife
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out
 from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.finished_requests import Tombstones
-from tensorferry.stages.scheduler.scheduler import Scheduler
+from tensorferry.stages.finished_requests import FinishedRequests
+from tensorferry.stages.scheduler.backlog import Backlog
+from tensorferry.stages.scheduler.collector import Collector
 
 READY_S = 60.0  #: a test that waits for it fails by its deadline
 
@@ -67,29 +67,28 @@ def stage_of(reader: Reader, tasks: asyncio.TaskGroup) -> Any:
     )
 
 
-class Collector(Scheduler):
-    """A scheduler as far as what becomes of embeddings that arrive."""
+class Arrivals(Collector):
+    """What a scheduler collects, as far as what becomes of embeddings that arrive."""
 
     def __init__(self, stage: Any, copier: ThreadPoolExecutor) -> None:
-        self.stage = self._stage = stage
-        self._copier = copier
-        self._over, self._collected = Tombstones(60.0), Tombstones(60.0)
-        self._collecting, self._idle = 0, asyncio.Event()
-        self._pending, self._ready, self._running = {}, deque(), []
+        self.stage, self.finished, self.backlog = stage, FinishedRequests(60.0), Backlog(0, lambda request: False)
+        side: Any = self.backlog
+        replies: Any = None
+        super().__init__(stage, copier, self.finished, side, replies)
         self.filed: list[tuple[Any, Any]] = []
         self.is_filed = asyncio.Event()
 
     def end_request(self) -> None:
         """The request whose embeddings arrive is over."""
-        self._over.add(bytes(16), 0)
+        self.finished.add(bytes(16), 0)
 
     async def settled(self) -> None:
         async with asyncio.timeout(10):
             await self.is_filed.wait()
 
     def arrive(self, *proxies: Proxy) -> None:
-        items = tuple(wire.Embedding(n, 100, (wire.Output("embeddings", proxy),)) for n, proxy in enumerate(proxies))
-        self._arrived(wire.Embeddings(bytes(16), 0, 7, wire.Origin("encoder", 0, 7), items, ()), [])
+        items = tuple(wire.Embedding(n, 100, (wire.Tensor("embeddings", proxy),)) for n, proxy in enumerate(proxies))
+        self.arrived(wire.Embeddings(bytes(16), 0, 7, wire.Origin("encoder", 0, 7), items, ()), [])
 
     def _file(self, message: Any, over: bool, arrived: Any, problem: Any) -> None:
         self.filed.append((None if over else arrived, problem))
@@ -97,13 +96,13 @@ class Collector(Scheduler):
 
 
 @pytest.fixture
-async def collector(host_shop: Shop) -> AsyncIterator[Collector]:
+async def collector(host_shop: Shop) -> AsyncIterator[Arrivals]:
     async with asyncio.TaskGroup() as tasks:
         with ThreadPoolExecutor(1) as copier:
-            yield Collector(stage_of(host_shop.reader, tasks), copier)
+            yield Arrivals(stage_of(host_shop.reader, tasks), copier)
 
 
-async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop, collector: Collector) -> None:
+async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_shop: Shop, collector: Arrivals) -> None:
     collector.arrive(host_shop.publish())
     await asyncio.sleep(0)
     assert collector.filed == []
@@ -115,9 +114,9 @@ async def test_a_scheduler_without_a_gpu_waits_for_one_that_still_writes(host_sh
     assert host_shop.out() == 0
 
 
-async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Collector) -> None:
+async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, collector: Arrivals) -> None:
     collector.arrive(host_shop.publish())
-    draining = asyncio.create_task(collector.drain())
+    draining = asyncio.create_task(collector.backlog.join())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not draining.done()
@@ -129,7 +128,7 @@ async def test_a_scheduler_drains_what_it_still_waits_for(host_shop: Shop, colle
 
 @pytest.mark.parametrize("when", ["before it arrives", "while it is waited for"])
 async def test_what_a_request_that_is_over_owes_is_given_back_at_once(
-    host_shop: Shop, collector: Collector, when: str
+    host_shop: Shop, collector: Arrivals, when: str
 ) -> None:
     written, unwritten = host_shop.publish_written(), host_shop.publish()
     if when == "before it arrives":
@@ -142,7 +141,7 @@ async def test_what_a_request_that_is_over_owes_is_given_back_at_once(
     assert host_shop.out() == 1, "the one that is being written"
 
 
-async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Shop, collector: Collector) -> None:
+async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Shop, collector: Arrivals) -> None:
     late = host_shop.publish()
     with host_shop.pool.lease(100) as lease:
         lease.dispatch((host_shop.column,))
@@ -155,7 +154,7 @@ async def test_a_poisoned_lease_behind_a_late_one_is_seen_at_once(host_shop: Sho
 
 
 async def test_a_lease_that_is_never_written_is_said_to_be_late(
-    host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    host_shop: Shop, collector: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collector.stage.deployment = ready_within(0.01)
     collector.arrive(host_shop.publish(), host_shop.publish())
@@ -167,7 +166,7 @@ async def test_a_lease_that_is_never_written_is_said_to_be_late(
 
 @pytest.mark.slow
 async def test_embeddings_that_cannot_be_copied_fail_their_request_alone(
-    host_shop: Shop, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    host_shop: Shop, collector: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def copy(self: View) -> View:
         raise RuntimeError("CUDA out of memory")
@@ -212,9 +211,11 @@ async def test_embeddings_are_ready_when_their_batch_is_done_whatever_is_queued_
         with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(2) as waiter:
             encoder = Encoder(stage, adapter, thread, waiter)
             for request in (b"one", b"two"):
-                item = wire.Item("image", (1, 1, 1), 1, bytes(16), wire.Inline(0, CODES["uint8"], (1, 3)))
+                item = wire.Item(
+                    "image", (1, 1, 1), 1, bytes(32), (wire.Tensor("features", wire.Inline(0, CODES["uint8"], (1, 3))),)
+                )
                 ranks = (wire.Rank(0, 7),), (wire.Rank(0, 8),)
-                asked = wire.Encode(request.rjust(16), 0, 7, wire.Origin("tokenizer", 0, 3), *ranks, (item,), 1 << 62)
+                asked = wire.Encode(request.rjust(16), 0, 7, wire.Origin("tokenizer", 0, 3), *ranks, (item,), 60_000)
                 encoder.take(asked, [np.zeros(3, np.uint8)])
             encoding = tasks.create_task(encoder.encode())
             async with asyncio.timeout(10):
