@@ -1,4 +1,4 @@
-"""`tensorferry compare`: what several replays found, side by side."""
+"""`tensorferry compare` shows the results of several replays side by side."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--html", type=OutFile(), help="Write a page with plots too.")
+@click.option("--html", type=OutFile(), help="Also write a page with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(folders: tuple[Path, ...], html: Path | None, as_json: bool) -> None:
-    """Compare the runs in FOLDERS, which `replay --out` or `sweep` has written.
+    """Compare the runs in FOLDERS, which `replay --out` or `sweep` wrote.
 
-    Runs of equal settings are repeats, and give one row: the mean of the runs' values, with its 95 % confidence
-    interval. The first row is what the others are compared with.
+    Runs with equal settings are repeats. They share one row: the mean of their values, with its 95 % confidence
+    interval. All rows are compared with the first one.
     """
     groups = grouped(find_runs(folders))
     comparison = compare(groups)
@@ -43,7 +43,7 @@ def command(folders: tuple[Path, ...], html: Path | None, as_json: bool) -> None
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """A block for each metric: on a terminal, columns for all of them would not fit beside each other."""
+    """Print a block for each metric, since columns for all of them do not fit on a terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "runs", "value [95 %]", "from the first", ""):
         table.add_column(head, justify="right" if head == "runs" else "left")
@@ -62,11 +62,13 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def write_comparison(path: Path, groups: Sequence[Group], comparison: Comparison, *, quiet: bool = False) -> None:
-    """The page, where matplotlib is; else why not."""
+    """Write the page, or print why there is none where matplotlib is not installed."""
     if charts.installed():
         write_whole(path, [report(groups, comparison)])
         click.echo(f"wrote {click.format_filename(path)}", err=quiet)
     else:
         click.echo(
-            f"no {click.format_filename(path)}: its plots need matplotlib, pip install 'tensorferry[report]'", err=quiet
+            f"did not write {click.format_filename(path)}: its plots need matplotlib; "
+            "pip install 'tensorferry[report]'",
+            err=quiet,
         )

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
 import pytest
@@ -52,7 +51,7 @@ def command_raising(monkeypatch):
         def command() -> None:
             raise problem
 
-        monkeypatch.setitem(sys.modules, "tensorferry.cli.up", SimpleNamespace(command=command))
+        monkeypatch.setattr("tensorferry.cli.up.command", command)
 
     return place
 

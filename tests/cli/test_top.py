@@ -116,7 +116,8 @@ def test_the_largest_numbers_fit_80_columns_and_many_processes_24_lines() -> Non
     numbers = ["99", "min", "65536", "65536", "12345.6", "600000", "600000*", "100%", "999999"]
     assert first.split() == ["tokenizer-200", "ready", *numbers]
     assert last.split() == ["tokenizer-239", "quarantined", *numbers]
-    assert lines[-2:] == ["* the longest, of fewer than 100 requests", "22 more processes: see --once"]
+    longest = "* the longest latency, since there were fewer than 100 requests"
+    assert lines[-2:] == [longest, "22 more processes are hidden; --once shows all"]
 
 
 def test_another_life_of_a_process_has_no_rate_yet() -> None:

@@ -126,7 +126,7 @@ def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
 
     monkeypatch.setattr(Source, "sha256", lambda source: "ab" * 32)
     asked = ("plan", BUNDLED, "--config", LOCAL, "--measured", folder)
-    assert "2 of 2 items the run does not say when they were read" in cli(*asked).stdout
+    assert "The run does not say when 2 of 2 items were read" in cli(*asked).stdout
     as_json = cli(*asked, "--json")
     assert "2 of 2 items" in as_json.stderr
     assert json.loads(as_json.stdout)["curve"]
@@ -180,7 +180,7 @@ def test_a_plan_has_a_plot_here_and_in_a_page(of_bundled: Path, tmp_path: Path) 
 def test_a_plan_says_how_many_of_the_requests_it_covers(of_bundled: Path) -> None:
     result = cli("plan", BUNDLED, "--config", LOCAL, "--measured", of_bundled)
     assert result.exit_code == 0, result.output
-    assert "Planned 39 of the 40 requests read" in " ".join(result.stdout.split())
+    assert "The plan covers 39 of the 40 requests read" in " ".join(result.stdout.split())
 
 
 # --- beside a real replay ---------------------------------------------------------------------------------------

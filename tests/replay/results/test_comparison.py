@@ -231,7 +231,7 @@ def test_compare_prints_a_table_or_json_and_writes_a_page(four_runs: Path, tmp_p
 def test_compare_refuses_a_folder_without_runs(tmp_path: Path) -> None:
     result = cli("compare", tmp_path)
     assert result.exit_code == 1
-    assert "no run is in it" in result.stderr
+    assert "it has no run" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_sweep_that_cannot_be_sound_runs_nothing(tmp_path: Path) -> None:
     [
         (("--nonsense",), 2, "No such option"),
         (("--speed", "fast"), 2, "--speed"),
-        (("--out", "elsewhere"), 2, "--out cannot be an option of every replay"),
+        (("--out", "elsewhere"), 2, "--out cannot be passed to every replay"),
         (("--set", "pool.budget_mb=1"), 2, "--set cannot be"),
         (("--config", "other.yaml"), 2, "--config cannot be"),
         (("--attach",), 2, "--attach cannot be"),

@@ -128,14 +128,20 @@ def test_a_report_says_where_a_p99_is_a_maximum(make_run: MakeRun, tmp_path: Pat
 
 def test_no_two_parts_of_a_way_look_alike() -> None:
     """In light and in dark: at least 40 apart in one of red, green and blue, and none as what went wrong."""
-    parts = [charts._of_part(name) for name in (*SPANS.values(), time_series.UNSENT, time_series.FAILED)]
+    at_s = np.array([0.0, 1.0])
+    parts = [
+        colour
+        for name in (*SPANS.values(), time_series.UNSENT, time_series.FAILED)
+        for colour in set(re.findall(r"var\(--(c\d+)\)", charts.svg("part", charts.layers(at_s, {name: at_s}, ""))))
+    ]
+    assert len(parts) == len(SPANS) + 2
     assert len(set(parts)) == len(parts)
     style = files("tensorferry.replay.results.html").joinpath("style.css").read_text(encoding="utf-8")
     named = re.findall(r"--(c\d+): #(\w\w)(\w\w)(\w\w)", style)
     light, dark = named[: len(named) // 2], named[len(named) // 2 :]
     for theme in (light, dark):
         rgb = {name: [int(part, 16) for part in parts] for name, *parts in theme}
-        for one, other in combinations((rgb[charts._VARIABLES[colour]] for colour in parts), 2):
+        for one, other in combinations((rgb[colour] for colour in parts), 2):
             assert max(abs(a - b) for a, b in zip(one, other, strict=True)) >= 40, (one, other)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -78,7 +79,7 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(
     before = contents(out)
     result = cli(command, TRACE, "--config", LOCAL, "--out", out, "--overwrite", *options)
     assert result.exit_code == 2, result.output
-    assert "which tensorferry has not written, so it is not replaced; name another folder" in result.stderr
+    assert "which tensorferry did not write, so it is not replaced; name another folder" in result.stderr
     assert contents(out) == before
 
 
@@ -152,7 +153,7 @@ def test_a_page_takes_no_file_of_a_run(make_run: MakeRun, tmp_path: Path, name: 
     asked = ["compare", out] if command == "compare" else ["plan", TRACE, "--config", LOCAL, "--measured", out]
     before = contents(out)
     result = cli(*asked, "--html", out / name)
-    assert (result.exit_code, f"it belongs to the run in {out}" in result.stderr) == (2, True), result.output
+    assert (result.exit_code, f"belongs to the run in {out}" in result.stderr) == (2, True), result.output
     assert contents(out) == before
 
 
@@ -193,7 +194,14 @@ def test_nobody_finds_a_part_of_a_folder(
 ) -> None:
     """Also where a file system cannot exchange two names."""
     if not exchanges:
-        monkeypatch.setattr(out_folder, "_renameat2", lambda made, place: errno.EINVAL)
+
+        class Libc:
+            @staticmethod
+            def renameat2(*_: object) -> int:
+                ctypes.set_errno(errno.EINVAL)
+                return -1
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: Libc)
     out = make_run(tmp_path / "out")
     before = contents(out)
     with filled(out, "summary.json", overwrite=True) as made:

@@ -178,7 +178,7 @@ async def test_prompts_that_were_not_held_are_made_while_there_is_nothing_to_sen
 def test_strictly_an_unsorted_file_is_refused_by_its_line() -> None:
     recording = Recording(DATA / "traces" / "azure_2023.shuffled.csv")
     assert load(recording).inversions
-    with pytest.raises(TraceError, match=r":4: earlier than the row before it"):
+    with pytest.raises(TraceError, match=r":4: it is earlier than the row before it"):
         load(recording, strict=True)
     assert load(Recording(DATA / "traces" / "azure_lmm.csv"), strict=True).read == 10
 

@@ -339,7 +339,7 @@ async def test_busy_is_not_sent_again() -> None:
 
 async def test_a_request_without_an_outcome_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorferry.replay.run.sender.GRACE_S", 0.05)
-    monkeypatch.setattr("tensorferry.replay.run.sender._LOOK_S", 0.01)
+    monkeypatch.setattr("tensorferry.replay.run.sender.LOOK_S", 0.01)
     client = FakeClient(never)
     replay = replay_of([0, 0], deadline_s=0.05, clock=MonotonicClock())
     await run(replay, client)

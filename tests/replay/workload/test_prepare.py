@@ -139,7 +139,7 @@ def test_a_folder_gives_its_readable_images_in_the_order_of_names(tmp_path: Path
 
 def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"")
-    with pytest.raises(PhotoError, match="no image in it that can be read"):
+    with pytest.raises(PhotoError, match="it has no image that can be read"):
         load_photos(tmp_path)
     with pytest.raises(PhotoError, match="No such file"):
         load_photos(tmp_path / "absent")
@@ -203,7 +203,10 @@ def test_b28_a_trace_reads_no_files_but_those_below_its_folder(tmp_path: Path) -
     assert [prepared.request.line for prepared in preparation.requests] == [1, 2, 3, 4, 5]
     reasons = [drop.reason for drop in preparation.drops]
     assert reasons == ["forbidden_image"] * len(bad) + ["missing_image"]
-    assert f"outside of what may be read, {tmp_path}/trace; --media-root allows more" in preparation.drops[0].problem
+    assert (
+        f"outside of what may be read, {tmp_path}/trace; --media-root allows further folders"
+        in preparation.drops[0].problem
+    )
     wider = made(*rows[:8], path=tmp_path / "trace" / "trace.jsonl", roots=[tmp_path])
     assert len(wider.requests) == 8
 
