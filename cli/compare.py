@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.outfile import OutFile
-from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.replay.results.comparison import METRICS, Comparison, Group, compare, find_runs, grouped
 from tensorferry.replay.results.html import charts
@@ -25,7 +23,7 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--html", type=OutFile(), help="Also write a page with plots.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(folders: tuple[Path, ...], html: Path | None, as_json: bool) -> None:
     """Compare the runs in FOLDERS, which `replay --out` or `sweep` wrote.
 
@@ -35,14 +33,14 @@ def command(folders: tuple[Path, ...], html: Path | None, as_json: bool) -> None
     groups = grouped(find_runs(folders))
     comparison = compare(groups)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+        print_json(comparison)
     else:
-        print_comparison(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), comparison)
+        print_comparison(console(), comparison)
     if html is not None:
         write_comparison(html, groups, comparison, quiet=as_json)
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
+def print_comparison(out: Console, comparison: Comparison) -> None:
     """Print a block for each metric, since columns for all of them do not fit on a terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "runs", "value [95 %]", "from the first", ""):
@@ -56,9 +54,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
             value = line.values[metric.key]
             cells = [line.name, str(len(line.folders)), value_text(metric, value.estimate), change_text(value)]
             table.add_row(*map(Text, cells), Text(value.verdict, STYLES[value.verdict]))
-    console.print(table)
+    out.print(table)
     for warning in comparison.warnings:
-        console.print(warning, style="bold red", markup=False, highlight=False)
+        out.print(warning, style="bold red", markup=False, highlight=False)
 
 
 def write_comparison(path: Path, groups: Sequence[Group], comparison: Comparison, *, quiet: bool = False) -> None:

@@ -40,6 +40,9 @@ _MODEL = ("model.adapter", "model.path", "model.options")
 _ENGINE = ("scheduler.engine", "scheduler.options")
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
+config_option = click.option(
+    "--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file."
+)
 
 
 def set_option(command: F) -> F:

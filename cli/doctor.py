@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorferry.cli.config import load_deployment, placing, set_option
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.cli.transport import wanted_by
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.machine.advice import Check, checkup
@@ -31,7 +31,7 @@ from tensorferry.codecs.machine.transport import (
 from tensorferry.pipeline.deployment.load import require_available
 from tensorferry.pipeline.deployment.spec import Deployment
 
-PLAIN_WIDTH = 130  #: columns of a report that goes to a file or a pipe
+_PLAIN_WIDTH = 130  #: columns of a report that goes to a file or a pipe
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_option
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), help="Check the transport of this deployment file too."
 )
@@ -83,9 +83,9 @@ def command(ctx: click.Context, as_json: bool, file: Path | None, settings: tupl
     with placing(file, settings) if file is not None else nullcontext():
         report = examine(gather(os.environ), deployment, str(file))
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        print_json(report)
     else:
-        _print(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), report)
+        _print(console(_PLAIN_WIDTH), report)
     ctx.exit(0 if report.ok else 1)
 
 
@@ -131,19 +131,19 @@ def _choice(deployment: Deployment, wanted: Wanted, facts: Facts, file: str) -> 
     return Choice(file, wanted.transport, True, decision.transport, decision.reason, decision.refusals)
 
 
-def _print(console: Console, report: Report) -> None:
+def _print(out: Console, report: Report) -> None:
     transports = Table("transport", "", "why", "what to do", title="Transports", title_justify="left", show_lines=True)
     for rung, verdict in report.transports.items():
         transports.add_row(rung, _mark(verdict.ok), verdict.reason, verdict.remedy)
     checks = Table("looked at", "", "found", "what to do, or what it means", title="Machine", title_justify="left")
     for check in report.checks:
         checks.add_row(check.name, _mark(check.ok), check.found, check.advice)
-    console.print(transports, checks, highlight=False, markup=False)
+    out.print(transports, checks, highlight=False, markup=False)
     if report.deployment is not None:
         choice = report.deployment
         outcome = f"gets {choice.transport}: {choice.reason}" if choice.ok else choice.reason
         text = f"{choice.file} asks for {choice.wanted}; {outcome}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _mark(ok: bool | None) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import click
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
 from tensorferry.pipeline.process.run_process import is_stopped, supervisor_of
@@ -31,7 +31,7 @@ class Process(NamedTuple):
 
 
 @click.command()
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option("--now", is_flag=True, help="Cancel the requests in flight instead of finishing them.")
 def command(file: Path, settings: tuple[str, ...], now: bool) -> None:

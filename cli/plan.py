@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.cli.outfile import OutFile
-from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.cli.tracefile import trace_argument
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
@@ -32,7 +30,7 @@ _BAR = 40
 
 @click.command()
 @trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option(
     "--measured",
@@ -42,7 +40,7 @@ _BAR = 40
     help="The --out folder of a replay of TRACE, best one with a large pool.",
 )
 @click.option("--html", type=OutFile(), help="Also write a page with the plot.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(trace: Path, file: Path, settings: tuple[str, ...], folder: Path, html: Path | None, as_json: bool) -> None:
     """Say which pool.budget_mb keeps fallbacks under 1 % and under 0.1 % for TRACE.
 
@@ -60,9 +58,9 @@ def command(trace: Path, file: Path, settings: tuple[str, ...], folder: Path, ht
     if as_json:
         for caveat in caveats:
             click.echo(caveat, err=True)
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        print_json(found)
     else:
-        print_plan(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), found, answers)
+        print_plan(console(), found, answers)
     if html is not None:
         if not charts.installed():
             raise ReportError(str(html), "plots need matplotlib: pip install 'tensorferry[report]'")
@@ -77,7 +75,7 @@ def rules_of(deployment: Deployment) -> Rules:
     return Rules(deployment.tokenizer.workers, pool.slots, wait_ns)
 
 
-def print_plan(console: Console, found: Plan, answers: list[str]) -> None:
+def print_plan(out: Console, found: Plan, answers: list[str]) -> None:
     """Print the curve as bars, then the answers."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("pool.budget_mb", justify="right")
@@ -87,9 +85,9 @@ def print_plan(console: Console, found: Plan, answers: list[str]) -> None:
     for point in found.curve:
         bar = "█" * round(_BAR * point.share / most) if most else ""
         table.add_row(str(point.budget_mb), f"{point.share:.2%}", Text(bar, "blue"))
-    console.print(table)
+    out.print(table)
     for answer in answers:
-        console.print(answer, markup=False, highlight=False)
+        out.print(answer, markup=False, highlight=False)
 
 
 def _answers(found: Plan) -> Iterator[str]:

@@ -16,11 +16,12 @@ import msgspec
 import structlog
 from rich.console import Console
 
-from tensorferry.cli.config import load_deployment, placing, set_option
+from tensorferry.cli.config import config_option, load_deployment, placing, set_option
 from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
+from tensorferry.cli.output import console
 from tensorferry.cli.report import say_pages, write_pages
 from tensorferry.cli.running import as_running
-from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
+from tensorferry.cli.tracefile import opened, parsed, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client.client import Client
@@ -51,24 +52,15 @@ from tensorferry.stages.tokenizer.text import TextEncoder
 
 log = structlog.get_logger()
 
-PLAIN_WIDTH = 110  #: columns of a report that goes to a file or a pipe
-
-
-def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
-    try:
-        return Speed.parse(value)
-    except ValueError as problem:
-        raise click.BadParameter(str(problem), ctx, param) from None
-
 
 @click.command()
 @trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option(
     "--speed",
     metavar="X|max",
-    callback=_speed,
+    callback=parsed(Speed.parse),
     default="1",
     show_default=True,
     help="2: twice as fast as recorded; max: as fast as the deployment accepts requests.",
@@ -207,14 +199,13 @@ def command(
         run_id=secrets.token_bytes(8) if attach else b"%d" % seed,
         sessions=sessions or natural_mode(recorded.requests),
     )
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     if dry_run:
         if not prepared.requests:
             drops = drops_of(recorded, prepared, replay)
             reasons = Counter(drop.reason for drop in drops)
             raise TraceError(str(trace), None, nothing_usable(recorded.read, reasons, drops))
         plan = summarise(recorded, prepared, replay, setup)
-        print_plan(console, plan)
+        print_plan(console(), plan)
         if out is not None:
             make_place(out)
             with filled(out, "summary.json", overwrite=overwrite) as folder:
@@ -236,7 +227,7 @@ def command(
         if replay.start_ns or not prepared.requests:
             summary = summarise(recorded, prepared, replay, setup, pools=session.pools, error=session.error)
             drops = drops_of(recorded, prepared, replay)
-            print_report(console, summary)
+            print_report(console(), summary)
             if out is not None:
                 with filled(out, "summary.json", overwrite=overwrite) as folder:
                     write_report(folder, summary, replay.outcomes, drops, replay.start_ns, session.sampler.samples)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from tensorferry.cli.config import load_deployment, placing, set_option
+from tensorferry.cli.config import config_option, load_deployment, placing, set_option
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.deployment.load import require_available
@@ -23,7 +23,7 @@ from tensorferry.pipeline.telemetry import counters
 @click.command()
 @click.argument("stage", type=click.Choice(DRAIN_ORDER))
 @click.option("--rank", type=int, default=0, show_default=True)
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.pass_context
 def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tuple[str, ...]) -> None:

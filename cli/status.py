@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
@@ -38,7 +38,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 @click.option("--timeout", "timeout_s", type=Real(0, 86_400, min_open=True), default=5.0, show_default=True)

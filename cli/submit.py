@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.cli.running import as_running
 from tensorferry.cli.values import InFile, Real, Words
 from tensorferry.codecs.errors import BadRequest
@@ -38,7 +38,7 @@ class InOrder(click.Command):
 
 
 @click.command(cls=InOrder)
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option("--image", multiple=True, type=InFile(), help="An image file. Repeatable.")
 @click.option("--video", multiple=True, type=InFile(), help="An animated file. Repeatable.")

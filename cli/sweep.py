@@ -11,14 +11,13 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.console import Console
 
 from tensorferry import __version__
 from tensorferry.cli import replay
 from tensorferry.cli.compare import print_comparison, write_comparison
-from tensorferry.cli.config import load_deployment
+from tensorferry.cli.config import config_option, load_deployment
 from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
-from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.output import console
 from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.replay.results.comparison import compare, find_runs, grouped
@@ -76,7 +75,7 @@ def cells(settings: Sequence[str]) -> list[Cell]:
 
 @click.command()
 @trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @click.option(
     "--set",
     "settings",
@@ -134,7 +133,7 @@ def command(
         if any(out.glob("*/*/summary.json")):
             groups = grouped(find_runs([out]))
             comparison = compare(groups)
-            print_comparison(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), comparison)
+            print_comparison(console(), comparison)
             write_comparison(out / "compare.html", groups, comparison)
     ctx.exit(max(statuses, key=lambda status: _BY_HARM.index(status) if status in _BY_HARM else len(_BY_HARM)))
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
+from tensorferry.cli.output import console
 from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client.client import Client
@@ -43,7 +44,7 @@ class Look:
 
 
 @click.command()
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option(
     "--every", "every_s", type=Real(0.1, 86_400), default=1.0, show_default=True, help="The period, in seconds."
@@ -63,21 +64,21 @@ def command(file: Path, settings: tuple[str, ...], every_s: float, once: bool) -
 
 
 async def _watch(deployment: Deployment, every_s: float, once: bool) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    out = console(_PLAIN_WIDTH)
     async with Client.connect(deployment, timeout_s=deployment.timeouts.start_s) as client:
         before = Look(await client.refresh(), time.monotonic())
-        while once or not console.is_terminal:
+        while once or not out.is_terminal:
             await asyncio.sleep(every_s)
             now = Look(await client.refresh(), time.monotonic())
-            console.print(view(deployment.name, before, now, console.width))
+            out.print(view(deployment.name, before, now, out.width))
             sys.stdout.flush()
             if once:
                 return
             before = now
         now = before
-        with Live(console=console, auto_refresh=False) as live:
+        with Live(console=out, auto_refresh=False) as live:
             while True:
-                shown = view(deployment.name, before, now, console.width, console.height)
+                shown = view(deployment.name, before, now, out.width, out.height)
                 live.update(shown, refresh=True)
                 await asyncio.sleep(every_s)
                 before, now = now, Look(await client.refresh(), time.monotonic())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any, BinaryIO, TypeVar
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.outfile import OutFile
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.values import Real
 from tensorferry.replay.trace.convert import convert, cut
@@ -25,8 +24,6 @@ from tensorferry.replay.trace.trace_file import Recording, Tally
 from tensorferry.replay.trace.window import Moment, Window
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-PLAIN_WIDTH = 110  #: columns of a table that goes to a file or a pipe
 
 
 @click.group()
@@ -44,14 +41,10 @@ def _share_option(function: _Command) -> _Command:
     )(function)
 
 
-def _json_option(function: _Command) -> _Command:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(function)
-
-
 @command.command("describe")
 @trace_argument
 @reading_options
-@_json_option
+@json_option
 def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: int, as_json: bool) -> None:
     """Describe TRACE: when its requests come, their tokens and images, and what a replay would invent."""
     recording = opened(trace, rate, keys, seed, scheduled=False)
@@ -59,15 +52,14 @@ def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: i
     with closing(recording.in_order(survey)) as requests:
         description = describe(recording, survey, requests)
     if as_json:
-        _print_json(description)
+        print_json(description)
         return
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in _rows(description, recording.scheduled):
         table.add_row(name, Text(value))
-    console.print(table)
+    console().print(table)
 
 
 @command.command("convert")
@@ -76,7 +68,7 @@ def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: i
 @reading_options
 @window_options
 @_share_option
-@_json_option
+@json_option
 def convert_command(
     trace: Path,
     out: Path | BinaryIO,
@@ -105,7 +97,7 @@ def convert_command(
 @reading_options
 @window_options
 @_share_option
-@_json_option
+@json_option
 def cut_command(
     trace: Path,
     out: Path | BinaryIO,
@@ -148,16 +140,12 @@ def _report(survey: Tally, selection: Selection, out: Path | BinaryIO, as_json: 
     name = click.format_filename(out) if isinstance(out, Path) else "-"
     written = Written(name, survey.read, selection.kept, selection.left, dict(survey.dropped))
     if as_json:
-        _print_json(written, err=beside)
+        print_json(written, err=beside)
         return
     parts = f"{written.read} read = {written.kept} written + {written.left} left + {survey.dropped.total()} dropped"
     click.echo(f"{name}: {parts}", err=beside)
     for line in _dropped(written.dropped, [f"line {drop.line}: {drop.problem}" for drop in survey.named]):
         click.echo(f"dropped: {line}", err=beside)
-
-
-def _print_json(value: msgspec.Struct, *, err: bool = False) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2), err=err)
 
 
 def _rows(d: Description, scheduled: bool) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,9 @@ from tensorferry.replay.trace.window import Moment, Window
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Make the callback of an option whose text `parse` reads. Its ValueError becomes a BadParameter."""
+
     def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
         try:
             return None if value is None else parse(value)
@@ -57,7 +59,7 @@ def reading_options(command: _Command) -> _Command:
         click.option(
             "--keys",
             metavar="NAME=KEY,...",
-            callback=_parsed(keys_of),
+            callback=parsed(keys_of),
             help="Read JSON lines by these keys: time=t,prompt=in,output=out,blocks=h,unit=ms,block_tokens=16. "
             "time= and unit= alone name the time field of a trace of any format.",
         ),
@@ -74,7 +76,7 @@ def window_options(command: _Command) -> _Command:
     """Add --start and --end, each a `Moment` or None."""
     for name, meaning in (("--end", "Stop before this time."), ("--start", "Start at this time of the trace.")):
         text = f"{meaning} A date, or a time after the first request: 90, 90s, 1h30m, 250ms."
-        command = click.option(name, metavar="TIME", callback=_parsed(Moment.parse), help=text)(command)
+        command = click.option(name, metavar="TIME", callback=parsed(Moment.parse), help=text)(command)
     return command
 
 

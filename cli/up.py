@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from tensorferry.cli.config import set_option
+from tensorferry.cli.config import config_option, set_option
 from tensorferry.cli.transport import load_to_run
 from tensorferry.pipeline.deployment.spec import ranks_of
 from tensorferry.pipeline.process.run_process import Stop, run_process
@@ -15,7 +15,7 @@ from tensorferry.pipeline.process.supervisor import CANCEL_S, KILL_S, Supervisor
 
 
 @click.command()
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option(
     "--record",

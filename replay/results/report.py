@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,7 @@ def _sources(images: Sequence[Image]) -> dict[str, int]:
 
 def print_report(console: Console, summary: Summary) -> None:
     """Print the tables, then the dropped and failed requests, then the warnings."""
-    # Text, not str: a table reads "[...]" in a string as markup, and file names may contain that.
-    title = Text(_title(summary))
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in _rows(summary):
-        table.add_row(name, Text(value))
-    console.print(table)
+    console.print(_fact_table(summary, _rows(summary)))
     console.print(_time_table(summary))
     for note in maxima_notes(summary):
         console.print(note, markup=False, highlight=False)
@@ -127,19 +120,14 @@ def print_report(console: Console, summary: Summary) -> None:
 def print_plan(console: Console, summary: Summary) -> None:
     """Print what a run would do. `summary`: of a run that has sent nothing."""
     s = summary
-    table = Table(title=Text(_title(s)), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
     unsent = sum(reason.count for reason in s.dropped if reason.reason == UNSENT)
-    table.add_row("trace", Text(trace_text(s)))
-    table.add_row("sha256", Text(s.trace.sha256))
-    table.add_row("run", Text(how_text(s)))
-    for name, value in _session_rows(s):
-        table.add_row(name, Text(value))
-    table.add_row("requests", Text(f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"))
-    table.add_row("payload", Text(f"sha256 {s.run.payload_sha256}"))
-    table.add_row("invented", Text(invented_text(s.invented, s.trace)))
-    console.print(table)
+    rows = [("trace", trace_text(s)), ("sha256", s.trace.sha256), ("run", how_text(s)), *_session_rows(s)]
+    rows += [
+        ("requests", f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"),
+        ("payload", f"sha256 {s.run.payload_sha256}"),
+        ("invented", invented_text(s.invented, s.trace)),
+    ]
+    console.print(_fact_table(s, rows))
     for reason in s.dropped:
         if reason.reason != UNSENT:
             console.print(_reason("dropped", reason), markup=False, highlight=False)
@@ -148,8 +136,15 @@ def print_plan(console: Console, summary: Summary) -> None:
     console.print("this was a dry run: nothing was started and nothing was sent")
 
 
-def _title(summary: Summary) -> str:
-    return f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}"
+def _fact_table(summary: Summary, rows: Iterable[tuple[str, str]]) -> Table:
+    # Text, not str: a table reads "[...]" in a string as markup, and file names may contain that.
+    title = Text(f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}")
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
 
 
 def trace_text(s: Summary) -> str:
@@ -240,14 +235,19 @@ def _time_table(s: Summary) -> Table:
     table.add_column("of each request", no_wrap=True)
     for head in ("p50", "p90", "p99", "max"):
         table.add_column(head, justify="right")
+    for row in time_rows(s):
+        table.add_row(*row)
+    return table
+
+
+def time_rows(s: Summary) -> Iterator[list[str]]:
+    """Return the name, p50, p90, p99 and max in ms of each time of a request."""
     times = [("latency from actual send", s.latency_ms.from_sent)]
     if s.run.speed != "max":
         times.insert(0, ("latency from intended time", s.latency_ms.from_intended))
         times.append(("lateness of sending", s.lateness_ms))
     for name, q in times:
-        values = ["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)]
-        table.add_row(name, *values)
-    return table
+        yield [name, *(["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)])]
 
 
 def maxima_notes(s: Summary) -> Iterator[str]:

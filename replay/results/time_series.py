@@ -68,7 +68,7 @@ def latencies(run: Run) -> Floats:
 def distribution(values: Floats) -> tuple[Floats, Floats]:
     """Return values, and the share of all values that are at most as large. Points are thinned; both ends are kept."""
     ordered = np.sort(values)
-    places = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_POINTS)).astype(np.intp))
+    places = _evenly(len(ordered), MOST_POINTS)
     return ordered[places], (places + 1) / len(ordered)
 
 
@@ -77,9 +77,7 @@ def quantiles_over_time(bins: Bins, times_s: Floats, values: Floats, shares: Seq
     places = bins.place(times_s)
     found = np.full((len(shares), bins.count), np.nan)
     for place in np.unique(places):
-        ordered = np.sort(values[places == place])
-        for row, share in enumerate(shares):
-            found[row, place] = ordered[max(0, int(np.ceil(share * len(ordered))) - 1)]
+        found[:, place] = np.quantile(values[places == place], shares, method="inverted_cdf")
     return list(found)
 
 
@@ -149,7 +147,12 @@ def slowest(run: Run, count: int) -> list[Row]:
 
 def sampled(rows: Sequence[Row], most: int) -> list[Row]:
     """Return an even sample of at most `most` rows, both ends included."""
-    return [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.intp))]
+    return [rows[place] for place in _evenly(len(rows), most)]
+
+
+def _evenly(count: int, most: int) -> npt.NDArray[np.intp]:
+    """Return at most `most` places of `count`, evenly, both ends included."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.intp))
 
 
 def _passed(times_ms: list[float], at_ms: Floats) -> Floats:

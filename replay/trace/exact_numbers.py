@@ -47,7 +47,7 @@ def whole(value: object, name: str, most: int, *, least: int = 0) -> int:
     """
     if type(value) is int and least <= value <= most:
         return value
-    exact = _checked(value, name)
+    exact = checked(value, name)
     if exact < 0:
         raise BrokenRow("negative", f"{name} is {exact}")
     count = int(exact)
@@ -63,7 +63,7 @@ def nanoseconds(value: object, name: str, unit_ns: int) -> int:
 
     Raises BrokenRow: missing, not_a_number, negative, out_of_range.
     """
-    exact = _checked(value, name)
+    exact = checked(value, name)
     if exact < 0:
         raise BrokenRow("negative", f"{name} is {exact}")
     if isinstance(exact, int):
@@ -75,7 +75,7 @@ def nanoseconds(value: object, name: str, unit_ns: int) -> int:
     return ns
 
 
-def _checked(value: object, name: str) -> Number:
+def checked(value: object, name: str) -> Number:
     """Return the value if it is a finite number that is not too large to expand."""
     if value is None:
         raise BrokenRow("missing", f"{name} is missing")
@@ -91,7 +91,7 @@ def _checked(value: object, name: str) -> Number:
 
 
 def decimal(literal: str) -> Decimal:
-    """Read a JSON number with a point or an exponent. A number that no Decimal can hold becomes NaN, which `_checked`
+    """Read a JSON number with a point or an exponent. A number that no Decimal can hold becomes NaN, which `checked`
     refuses, since a hook that raises would hide the decoder's own message."""
     try:
         return Decimal(literal)

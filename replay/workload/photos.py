@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -96,7 +95,3 @@ def _load(name: str, data: bytes) -> Photo:
             upright = ImageOps.exif_transpose(image).convert("RGB")
     upright.thumbnail((MAX_PHOTO_SIDE, MAX_PHOTO_SIDE))
     return Photo(name, upright)
-
-
-def names(photos: Sequence[Photo]) -> list[str]:
-    return [photo.name for photo in photos]

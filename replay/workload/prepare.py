@@ -26,7 +26,7 @@ from tensorferry.replay.trace.seeds import choose
 from tensorferry.replay.trace.trace_file import NAMED_PER_REASON
 from tensorferry.replay.workload.image_models import ImageModel
 from tensorferry.replay.workload.image_sizes import SizeModel
-from tensorferry.replay.workload.photos import Photo, PhotoError, names
+from tensorferry.replay.workload.photos import Photo, PhotoError
 from tensorferry.replay.workload.token_ids import TokenSource
 
 #: The most pixels of different invented images, about two seconds of two cores. Above it fewer photos are used
@@ -243,7 +243,7 @@ def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, see
 def _choose_with(
     trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, model: ImageModel, variants: int
 ) -> _Choices:
-    invented = Invented(names(photos))
+    invented = Invented([photo.name for photo in photos])
     choices = _Choices(invented)
     folder = _folder(trace)
     by_tokens: dict[tuple[int, int], tuple[int, int]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -209,11 +209,7 @@ def bars(values_s: Mapping[str, tuple[float, float]], names: tuple[str, str]) ->
         shorter, longer = zip(*values_s.values(), strict=True)
         axes.barh(places, shorter, 0.62, color=COLOURS[0], label=names[0], zorder=2.1)  # in front of the others
         axes.barh(places, longer, 0.62, color=MUTED, alpha=0.35, label=names[1])
-        axes.set_yticks(places, list(values_s))
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
+        _name_axis(axes, values_s)
         _legend(axes, 2)
 
     return draw
@@ -236,11 +232,7 @@ def timelines(rows: Mapping[str, Sequence[Span]]) -> Draw:
                 axes.barh(
                     place, length_s, 0.7, left=(span.start_ms - spans[0].start_ms) / 1e3, color=colour, label=label
                 )
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
+        _name_axis(axes, rows)
         _legend(axes, len(shown), columns=3)
 
     return draw
@@ -253,13 +245,9 @@ def intervals(values: Mapping[str, tuple[float, float, float]], unit: str, *, se
         for place, (low, middle, high) in enumerate(values.values()):
             axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=3.5, solid_capstyle="round", alpha=0.45)
             axes.plot([middle], [place], "o", color=COLOURS[0], markersize=6)
-        axes.set_yticks(range(len(values)), list(map(_folded, values)))
+        _name_axis(axes, list(map(_folded, values)), seconds=seconds)
         axes.set_ylim(len(values) - 0.5, -0.5)
         axes.set_xlim(left=0)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(False, axis="y")
-        if seconds:
-            axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
         axes.set_xlabel(unit)
 
     return draw
@@ -302,6 +290,17 @@ def _of_part(name: str) -> str:
 def _folded(name: str) -> str:
     """Wrap a name to at most three lines, none so long that it takes the plot's room."""
     return "\n".join(textwrap.wrap(name, 30, max_lines=3, placeholder=" \u2026")) or name
+
+
+def _name_axis(axes: Axes, names: Iterable[str], *, seconds: bool = True) -> None:
+    """Write a name beside each row, from top to bottom. seconds: the other axis has durations."""
+    rows = list(names)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    if seconds:
+        axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
 
 
 def _time_axis(axes: Axes, end_s: float) -> None:

@@ -19,11 +19,12 @@ from tensorferry.replay.results.report import (
     maxima_notes,
     size_text,
     step_notes,
+    time_rows,
     trace_text,
     warnings,
 )
 from tensorferry.replay.results.result_folder import Row, Run
-from tensorferry.replay.results.summary import Quantiles, Reason, Step, Summary
+from tensorferry.replay.results.summary import Quantiles, Step, Summary
 
 SLOWEST = 12
 STEP_HEAD = (
@@ -103,12 +104,7 @@ def _latency(run: Run, bins: time_series.Bins) -> dict[str, object]:
             charts.lines(bins.edges_s, {"p50": p50, "p99": p99}, "", seconds=True, stepped=True),
         ),
     ]
-    rows = [("latency from actual send", s.latency_ms.from_sent)]
-    if run.scheduled:
-        rows.insert(0, ("latency from intended time", s.latency_ms.from_intended))
-        rows.append(("lateness of sending", s.lateness_ms))
-    values = [[name, *_quantiles(q)] for name, q in rows]
-    times = Table(("of each request", "p50", "p90", "p99", "max"), values, caption="times, ms")
+    times = Table(("of each request", "p50", "p90", "p99", "max"), list(time_rows(s)), caption="times, ms")
     return {"figures": figures, "times": times, "notes": maxima_notes(s)}
 
 
@@ -232,7 +228,7 @@ def _problems(s: Summary) -> Table | None:
     reasons = [(name, reason) for name, all_of in (("failed", s.failed), ("dropped", s.dropped)) for reason in all_of]
     if not reasons:
         return None
-    rows = [[name, reason.reason, reason.count, _examples(reason)] for name, reason in reasons]
+    rows = [[name, reason.reason, reason.count, "; ".join(reason.examples)] for name, reason in reasons]
     return Table(("", "reason", "count", "such as"), rows, said=(1, 3))
 
 
@@ -253,13 +249,5 @@ def _place(row: Row) -> str:
     return f"line {row.line}.{row.turn}" if row.turn else f"line {row.line}"
 
 
-def _examples(reason: Reason) -> str:
-    return "; ".join(reason.examples)
-
-
 def _only(q: Quantiles) -> str:
     return ", the maximum" if "p99" in q.maxima else ""
-
-
-def _quantiles(q: Quantiles | None) -> list[str]:
-    return ["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)]

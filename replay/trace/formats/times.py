@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tensorferry.pipeline.recording.request import BrokenRow
-from tensorferry.replay.trace.exact_numbers import NS, Number, nanoseconds, number, wall_clock
+from tensorferry.replay.trace.exact_numbers import NS, Number, checked, nanoseconds, number, wall_clock
 
 #: Fields of OpenAI's objects, in seconds since 1970.
 CREATED = tuple(f"{place}{key}" for place in ("", "body.", "response.body.") for key in ("created", "created_at"))
@@ -120,14 +120,6 @@ def _is_date(value: Number, unit_ns: int) -> bool:
 
 def _number(value: object) -> Number | None:
     try:
-        if isinstance(value, str):
-            value = number(value, "")
+        return checked(number(value, "") if isinstance(value, str) else value, "")
     except BrokenRow:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | Decimal):
-        return None
-    if isinstance(value, Decimal) and not value.is_finite():
-        return None
-    # It is compared and subtracted, so it must not be too large to expand.
-    small = value.adjusted() < 20 if isinstance(value, Decimal) else abs(value) < 10**20
-    return value if small else None
