@@ -598,7 +598,7 @@ def test_a_rank_out_of_range_is_a_usage_error_that_names_the_range(deployment_fi
     assert done.returncode == 2
     words = " ".join(done.stderr.split())
     assert f"Invalid value for --rank: {rank} is not one of the encoder ranks of" in words
-    assert ", 0 to 1" in words
+    assert "which are 0 to 1" in words
 
 
 @pytest.mark.processes

@@ -228,4 +228,4 @@ def test_the_ledger_against_a_runs_own_times_has_the_runs_own_fallbacks(deployme
     assert abs(had - found.share) <= 0.02
     said = cli("plan", BUNDLED, "--config", deployment, "--measured", folder)
     assert said.exit_code == 0, said.output
-    assert f"pool.budget_mb=128 and {had:.2%} fallbacks; by this plan {found.share:.2%}" in said.stdout
+    assert f"pool.budget_mb=128 and {had:.2%} fallbacks; the plan says {found.share:.2%}" in said.stdout

@@ -123,7 +123,7 @@ def test_a_sweep_that_still_runs_is_not_replaced(make_run: MakeRun, tmp_path: Pa
         child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(descriptor,))
     with child:
         result = cli("sweep", TRACE, "--config", LOCAL, "--out", out, "--overwrite")
-        assert (result.exit_code, "what writes to it still runs" in result.stderr) == (2, True), result.output
+        assert (result.exit_code, "another command still writes to it" in result.stderr) == (2, True), result.output
         child.communicate(timeout=30)
     require_free(out, "sweep.json", overwrite=True)
 
