@@ -82,7 +82,7 @@ def convert_command(
 ) -> None:
     """Write TRACE to OUT in tensorferry's own format, in the order of time.
 
-    OUT may be -, the standard output; what became of the rows is then said on stderr.
+    OUT may be -, the standard output. The counts of rows then go to stderr.
     """
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()
@@ -111,7 +111,7 @@ def cut_command(
 ) -> None:
     """Write a part of TRACE to OUT: its unchanged lines, without broken ones.
 
-    OUT may be -, the standard output; what became of the rows is then said on stderr.
+    OUT may be -, the standard output. The counts of rows then go to stderr.
     """
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()

@@ -1,4 +1,4 @@
-"""`tensorferry up` runs a whole deployment until it is told to stop."""
+"""`tensorferry up` runs a whole deployment until it is stopped."""
 
 from __future__ import annotations
 

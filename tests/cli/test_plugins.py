@@ -101,8 +101,8 @@ def test_config_check_says_what_it_has_not_imported(run: Run, file: Path) -> Non
     said = run("config", "check", "--no-import", str(file)).stdout.splitlines()
     assert said == [
         f"{file}: ok",
-        "note: --no-import: these plug-ins were not imported, so they were not checked: tokenizer.processor: my_processor:Mine, "
-        "model.adapter: my_adapter:Mine, scheduler.engine: my_engine:Mine",
+        "note: --no-import: these plug-ins were not imported, so they were not checked: "
+        "tokenizer.processor: my_processor:Mine, model.adapter: my_adapter:Mine, scheduler.engine: my_engine:Mine",
     ]
 
 
