@@ -26,7 +26,7 @@ SOUND = "name: a\ntransport: shm\nnodes: 1\n"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs `tensorferry ARGS` in an empty folder; a bug's exception is raised here."""
+    """Run `tensorferry ARGS` in an empty folder. The exception of a bug is raised here."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args: str) -> object:
@@ -44,7 +44,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def command_raising(monkeypatch):
-    """Puts a command in the place of `up` that raises this."""
+    """Replace `up` by a command that raises this exception."""
 
     def place(problem: BaseException) -> None:
         @click.command()

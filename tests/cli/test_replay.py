@@ -1,4 +1,4 @@
-"""`tensorferry replay` and `submit` up to the deployment, which is a fake here: options, exit status, files."""
+"""`tensorferry replay` and `submit` run against a fake deployment: options, exit status, files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log_as_it_was() -> Any:
 
 
 class FakeClient:
-    """Fails the requests whose turn is in `bad`."""
+    """A client that fails the requests whose number is in `bad`."""
 
     def __init__(self, bad: Sequence[int]) -> None:
         self.bad, self.parts = bad, list[Sequence[object]]()
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_trace_is_one_sentence(deployment: dict[str, Any]) -> 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The parts that `submit` sent; `outcome` is what it gets."""
+    """The parts that `submit` sent. `outcome` is the answer that it gets."""
     request = bytes(16)
     item = wire.ItemReport(2, (1, 4, 6), 6, "shm", 9000, bytes(range(16)))
     marks = (wire.Mark("received", 1_000_000), wire.Mark("answered", 13_500_000))
@@ -248,7 +248,7 @@ def test_submit_needs_something_to_send(sent: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_window_is_replayed_from_its_own_first_request(deployment: dict[str, Any], tmp_path: Path) -> None:
-    """Duty 7 of a faithful replay: rebased after the window was cut."""
+    """Duty 7 of a faithful replay: times are rebased after the window is cut."""
     result = replayed("azure_lmm.csv", "--start", "5.6s", "--end", "2024-10-15T12:00:07.4Z", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -279,7 +279,7 @@ def test_a_trace_without_times_needs_a_rate_or_no_schedule(deployment: dict[str,
 
 
 def test_a_rate_is_refused_where_the_trace_has_times(deployment: dict[str, Any]) -> None:
-    """Not silently ignored, as in tools that then call the result a run at that rate."""
+    """Other tools ignore the rate silently, and call the result a run at that rate."""
     result = replayed("servegen.jsonl", "--rate", "3")
     assert result.exit_code == 1
     assert "times of its own" in result.stderr

@@ -1,4 +1,4 @@
-"""Plans of pool sizes: the ledger against known times, and a real replay beside it."""
+"""Plans of pool sizes are tested by the ledger on known times, and by a real replay."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_slots_run_out_too() -> None:
 
 @pytest.mark.parametrize(("wait_ms", "fallbacks"), [(0, 2), (5, 1), (8, 0)])
 def test_a_request_that_waits_finds_what_comes_back_meanwhile(wait_ms: int, fallbacks: int) -> None:
-    """The first leaves at 10; one that came at 6 waits 4 for it, is there until 13; one of 5.5 more comes at 7."""
+    """The first leaves at 10. One that came at 6 waits 4 for it and stays until 13. One of 5.5 more comes at 7."""
     visits = [visit(0, (1, 10)), visit(6, (1, 3)), visit(7, (1, 3))]
     assert forecast(visits, Rules(1, 64, wait_ms * MS), 1).fallbacks == fallbacks
 
@@ -81,7 +81,7 @@ def test_a_request_waits_for_all_of_its_items_and_holds_none_meanwhile() -> None
 
 
 def test_a_plan_names_the_least_budgets() -> None:
-    """Of 2,000 items, 21 come together: all but so many as 1 % allows must find room."""
+    """Of 2,000 items 21 come together. All but the 1 % allowed must find room."""
     visits = [visit(n * 100, (1, 50)) for n in range(1979)] + [visit(500_000, *[(1, 50)] * 21)]
     found = plan(visits, ONE)
     assert found.under_1_percent_mb == 2  # 19 of 2,000
@@ -112,7 +112,7 @@ def test_a_run_gives_the_times_of_each_item_and_its_worker(make_run: MakeRun, tm
 def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Collected after 19 twentieths of a request's time, and received after one."""
+    """A request is received after one twentieth of its time, and collected after 19."""
     whole = measured(read_run(make_run(tmp_path / "whole", [100, 40])), workers=1)
     assert (whole.items, whole.until_collected, whole.unplanned) == (2, 0, 0)
     config = {"name": "local", "pool": {"budget_mb": 4}}

@@ -1,4 +1,4 @@
-"""The folder of --out: whole or not there, replaced whole, and nothing removed that is not a result of ours."""
+"""The folder of --out is made and replaced as a whole, and only results of tensorferry are removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cli(*arguments: str | Path) -> Result:
 
 
 def planned(out: Path, *options: str) -> Result:
-    """A dry run: it writes to --out as a replay does."""
+    """Make a dry run, which writes to --out as a replay does."""
     return cli("replay", TRACE, "--config", LOCAL, "--dry-run", "--out", out, *options)
 
 
@@ -95,7 +95,7 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(
 def test_what_is_not_known_for_ours_is_not_replaced(
     tmp_path: Path, proof: Proof, files: dict[str, str], said: str
 ) -> None:
-    """The third: a run is not replaced by a sweep, nor a sweep by a run."""
+    """In the third case a run is not replaced by a sweep, nor a sweep by a run."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(OutputError, match=said):
@@ -117,7 +117,7 @@ def test_a_folder_of_runs_is_no_run(make_run: MakeRun, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_sweep_that_still_runs_is_not_replaced(make_run: MakeRun, tmp_path: Path) -> None:
-    """Nor one that was killed while a replay of it runs on: that would write into the new folder."""
+    """A killed sweep whose replay still runs is not replaced, since the replay would write into the new one."""
     out = a_sweep(make_run, tmp_path / "out")
     with out_folder.in_use(out, "sweep.json") as descriptor:
         child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(descriptor,))
@@ -161,7 +161,7 @@ def test_a_page_takes_no_file_of_a_run(make_run: MakeRun, tmp_path: Path, name: 
 
 
 def test_overwriting_leaves_nothing_of_the_former_run(make_run: MakeRun, tmp_path: Path) -> None:
-    """Also where the new run has no page: an old one beside new numbers would be taken for theirs."""
+    """That holds even if the new run has no page, since an old page beside new numbers would mislead."""
     out = make_run(tmp_path / "out")
     (out / "report.html").write_text("the old page")
     out.chmod(0o750)
@@ -192,7 +192,7 @@ def test_a_link_stays_one_and_what_it_points_to_is_replaced(make_run: MakeRun, t
 def test_nobody_finds_a_part_of_a_folder(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
-    """Also where a file system cannot exchange two names."""
+    """That holds even if a file system cannot exchange two names."""
     if not exchanges:
 
         class Libc:

@@ -1,4 +1,4 @@
-"""The report: numbers that add up, files that programs can read, and nothing said that was not so."""
+"""The report has numbers that add up and files that programs can read, and says nothing false."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def marks(*steps: tuple[str, int]) -> tuple[Mark, ...]:
 
 
 def a_run(speed: str = "2") -> tuple[Trace, Preparation, Replay]:
-    """Eight rows: one broken, one that could not be made, six prepared; five sent; three of them ok."""
+    """The run has eight rows: one is broken, one cannot be made, six are prepared, five sent, and three are ok."""
     requests = [Request(line=line, at_ns=line * 100 * MS, output_tokens=1, id=f"r{line}") for line in range(2, 9)]
     trace = Trace(
         Path("traces/day.csv"), "ab" * 32, "azure-lmm", True, 8, requests, [Drop(1, "missing", "x is empty")], 2, {}

@@ -1,4 +1,4 @@
-"""The schedule and the run: absolute times, an open loop, a counted ceiling, and one outcome a request."""
+"""The schedule has absolute times and an open loop; a run has a counted ceiling and one outcome a request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEADLINE_S = 20.0  # of each test's waits
 
 
 class FakeClock:
-    """Time that passes only when told to: each sleep overshoots, as real ones do."""
+    """A clock that advances only in sleeps. Each sleep overshoots, as real ones do."""
 
     def __init__(self, overshoot_ns: int = 0) -> None:
         self.at_ns, self.overshoot_ns = 7 * S, overshoot_ns
@@ -54,7 +54,7 @@ class FakeClock:
 
 
 class FakeClient:
-    """A deployment that answers as it is told: `answer` gives a reply's value, or None for one that stays open."""
+    """A fake client. `answer` gives the value of a reply, or None for a reply that stays open."""
 
     def __init__(self, answer: Callable[[int, bytes], Answer | Exception | None]) -> None:
         self.answer = answer

@@ -1,4 +1,4 @@
-"""Traces in every dress people keep them in: each is read exactly, refused clearly, or loses only its bad rows."""
+"""Each variant of a trace file is read exactly, refused clearly, or loses only its bad rows."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def test_times_are_exact(text: str, ns: int, zoned: bool) -> None:
 
 
 def test_a_run_of_times_is_read_as_each_alone() -> None:
-    """What is remembered of the time before must not show: its minute, its zone, its number of digits."""
+    """The cached minute, zone and number of digits of the time before must not change a result."""
     texts = [
         "2024-10-15T12:00:00.269Z",
         "2024-10-15T12:00:00.2690",

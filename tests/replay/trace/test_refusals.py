@@ -1,4 +1,4 @@
-"""What is no trace, no part of one, or leaves nothing of one is refused, with what is wrong and where."""
+"""A file that is not a trace, or an empty selection, is refused with the mistake and its place."""
 
 from __future__ import annotations
 

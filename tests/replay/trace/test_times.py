@@ -1,4 +1,4 @@
-"""When a request comes: what a time may look like, in which unit it is, and who decides that."""
+"""Times of requests: their forms, their units, and the decision on the unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of a trace that only counts them: of measured sizes, as often as they were measured, the same every time."""
+"""Images that a trace only counts get measured sizes with their frequencies, the same ones every time."""
 
 from __future__ import annotations
 
