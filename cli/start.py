@@ -22,7 +22,7 @@ from tensorferry.pipeline.telemetry import counters
 
 @click.command()
 @click.argument("stage", type=click.Choice(DRAIN_ORDER))
-@click.option("--rank", type=int, default=0, show_default=True)
+@click.option("--rank", type=int, default=0, show_default=True, help="The rank of the process in its stage.")
 @config_option
 @set_option
 @click.pass_context

@@ -41,7 +41,14 @@ class Health(msgspec.Struct, frozen=True):
 @config_option
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
-@click.option("--timeout", "timeout_s", type=Real(0, 86_400, min_open=True), default=5.0, show_default=True)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=Real(0, 86_400, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Seconds to wait for the tokenizers.",
+)
 @click.pass_context
 def command(ctx: click.Context, file: Path, settings: tuple[str, ...], as_json: bool, timeout_s: float) -> None:
     """Show the state of every process of the running deployment of a file.

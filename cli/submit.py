@@ -43,8 +43,14 @@ class InOrder(click.Command):
 @click.option("--image", multiple=True, type=InFile(), help="An image file. Repeatable.")
 @click.option("--video", multiple=True, type=InFile(), help="An animated file. Repeatable.")
 @click.option("--text", multiple=True, type=Words(), help="Text of the prompt. Repeatable.")
-@click.option("--output-tokens", type=click.IntRange(0, MAX_OUTPUT_TOKENS), default=16, show_default=True)
-@click.option("--timeout", "timeout_s", type=Real(0.001, 1e6), default=30.0, show_default=True)
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(0, MAX_OUTPUT_TOKENS),
+    default=16,
+    show_default=True,
+    help="Tokens to generate.",
+)
+@click.option("--timeout", "timeout_s", type=Real(0.001, 1e6), default=30.0, show_default=True, help="Seconds to wait.")
 @click.pass_context
 def command(
     ctx: click.Context,
