@@ -1,19 +1,17 @@
-"""`tensorferry compare`: what several replays found, side by side."""
+"""`tensorferry compare` shows the results of several replays side by side."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.outfile import OutFile
-from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.replay.results.comparison import METRICS, Comparison, Group, compare, find_runs, grouped
 from tensorferry.replay.results.html import charts
@@ -24,26 +22,26 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--html", type=OutFile(), help="Write a page with plots too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--html", type=OutFile(), help="Also write a page with plots.")
+@json_option
 def command(folders: tuple[Path, ...], html: Path | None, as_json: bool) -> None:
-    """Compare the runs in FOLDERS, which `replay --out` or `sweep` has written.
+    """Compare the runs in FOLDERS, which `replay --out` or `sweep` wrote.
 
-    Runs of equal settings are repeats, and give one row: the mean of the runs' values, with its 95 % confidence
-    interval. The first row is what the others are compared with.
+    Runs with equal settings are repeats. They share one row: the mean of their values, with its 95 % confidence
+    interval. All rows are compared with the first one.
     """
     groups = grouped(find_runs(folders))
     comparison = compare(groups)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+        print_json(comparison)
     else:
-        print_comparison(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), comparison)
+        print_comparison(console(), comparison)
     if html is not None:
         write_comparison(html, groups, comparison, quiet=as_json)
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
-    """A block for each metric: on a terminal, columns for all of them would not fit beside each other."""
+def print_comparison(out: Console, comparison: Comparison) -> None:
+    """Print a block for each metric, since columns for all of them do not fit on a terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "runs", "value [95 %]", "from the first", ""):
         table.add_column(head, justify="right" if head == "runs" else "left")
@@ -56,17 +54,19 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
             value = line.values[metric.key]
             cells = [line.name, str(len(line.folders)), value_text(metric, value.estimate), change_text(value)]
             table.add_row(*map(Text, cells), Text(value.verdict, STYLES[value.verdict]))
-    console.print(table)
+    out.print(table)
     for warning in comparison.warnings:
-        console.print(warning, style="bold red", markup=False, highlight=False)
+        out.print(warning, style="bold red", markup=False, highlight=False)
 
 
 def write_comparison(path: Path, groups: Sequence[Group], comparison: Comparison, *, quiet: bool = False) -> None:
-    """The page, where matplotlib is; else why not."""
+    """Write the page, or print why there is none where matplotlib is not installed."""
     if charts.installed():
         write_whole(path, [report(groups, comparison)])
         click.echo(f"wrote {click.format_filename(path)}", err=quiet)
     else:
         click.echo(
-            f"no {click.format_filename(path)}: its plots need matplotlib, pip install 'tensorferry[report]'", err=quiet
+            f"did not write {click.format_filename(path)}: its plots need matplotlib; "
+            "pip install 'tensorferry[report]'",
+            err=quiet,
         )

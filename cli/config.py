@@ -1,4 +1,4 @@
-"""`tensorferry config`, and the way every command comes to its deployment: a file, and `--set` over it."""
+"""`tensorferry config` checks a deployment; every command loads its deployment here: a file, and `--set` over it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,19 @@ from tensorferry.stages.processors.registry import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What decides on a processor, a model and an engine.
+#: The keys that choose a processor, a model and an engine.
 _PROCESSOR = ("tokenizer.processor", "tokenizer.options")
 _MODEL = ("model.adapter", "model.path", "model.options")
 _ENGINE = ("scheduler.engine", "scheduler.options")
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
+config_option = click.option(
+    "--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file."
+)
 
 
 def set_option(command: F) -> F:
-    """Adds `--set KEY=VALUE`, repeatable; the command's parameter is `settings`."""
+    """Add `--set KEY=VALUE`, which is repeatable, as the command's parameter `settings`."""
     return click.option(
         "--set",
         "settings",
@@ -63,16 +66,16 @@ def load_deployment(
     with_vocabulary: bool = False,
     more: Sequence[Check] = (),
 ) -> Deployment:
-    """The deployment of FILE with its settings, checked against the processors, adapters and engines there are.
+    """Load the deployment of FILE with its settings, and check that its processor, adapter and engine exist.
 
-    environ: where deprecated variables are read. tell: hears of every deprecated setting. plugins: import plug-ins for
-    what only they know: how large an item is, and whether the model has opted in to cuda_vmm. Without, no code of
-    theirs runs: a command that starts nothing needs none. with_vocabulary: read `tokenizer.vocabulary` too, which takes
-    half a second for a large one; tokenizers find out anyway. more: further checks. Raises ConfigError, which names
-    all mistakes; imports no torch, unless a plug-in does.
+    environ: deprecated variables are read from it. tell: is called with every deprecated setting. plugins: import the
+    plug-ins and ask them how large an item is, and whether the model has opted in to cuda_vmm. A command that starts
+    nothing leaves it out, so that no code of a plug-in runs. with_vocabulary: read `tokenizer.vocabulary` too, which
+    takes half a second for a large one; tokenizers read it anyway. more: further checks. Raises ConfigError, which
+    names all mistakes. Imports no torch, unless a plug-in does.
     """
     checks: list[Check] = [
-        # What a name is of is told whatever is wrong with its options, and those are looked at where the name is known.
+        # Names are checked apart from options, so that a wrong option hides no wrong name.
         (("tokenizer.processor",), lambda made: check_processor_name(made.tokenizer.processor)),
         (("model.adapter",), lambda made: check_model_name(made.model.adapter)),
         (("scheduler.engine",), lambda made: check_engine_name(made.scheduler.engine)),
@@ -92,7 +95,7 @@ def load_deployment(
 
 @contextmanager
 def placing(file: Path, settings: Sequence[str]) -> Iterator[None]:
-    """A ConfigError by one who knows the key and not the file leaves the block with file and line."""
+    """Add file and line to a ConfigError that the block raises with a key alone."""
     try:
         yield
     except ConfigError as problem:
@@ -109,7 +112,7 @@ def _check_opted_in(deployment: Deployment, plugins: bool) -> None:
     if deployment.transport != "cuda_vmm" or (":" in adapter and not plugins):
         return
     if not supports_cuda_vmm_feature_transport(adapter):
-        problem = f"cuda_vmm needs a model that has opted in, and {adapter} has not; use cuda_ipc, shm, cpu or auto"
+        problem = f"cuda_vmm needs a model that has opted in, but {adapter} has not; use cuda_ipc, shm, cpu or auto"
         raise ConfigError(UNPLACED, None, "transport", problem)
 
 
@@ -127,7 +130,7 @@ def _largest_item_nbytes(deployment: Deployment, plugins: bool) -> int:
 
 
 def _plugins_of(deployment: Deployment) -> dict[str, str]:
-    """The plug-ins that a deployment names, by key."""
+    """Return the plug-ins that a deployment names, by key."""
     named = {
         "tokenizer.processor": deployment.tokenizer.processor,
         "model.adapter": deployment.model.adapter,
@@ -136,7 +139,7 @@ def _plugins_of(deployment: Deployment) -> dict[str, str]:
     return {key: reference for key, reference in named.items() if ":" in reference}
 
 
-#: What looks into a plug-in: into each, whatever is wrong with the others.
+#: The checks that import a plug-in. Each one runs even if another one fails.
 _IMPORTS: tuple[Check, ...] = (
     (("tokenizer.processor",), lambda made: _import(made, "tokenizer.processor", import_processor)),
     (("model.adapter",), lambda made: _import(made, "model.adapter", import_adapter)),
@@ -157,11 +160,11 @@ def command() -> None:
 @command.command()
 @file_argument
 @set_option
-@click.option("--no-import", is_flag=True, help="Import no plug-in: none of its code runs.")
+@click.option("--no-import", is_flag=True, help="Do not import plug-ins, so that none of their code runs.")
 def check(file: Path, settings: tuple[str, ...], no_import: bool) -> None:
-    """Say whether FILE is a sound deployment; plug-ins that it names are imported: processor, adapter and engine.
+    """Check the deployment in FILE. The plug-ins that it names (processor, adapter and engine) are imported.
 
-    Exit status 2 where it is not, with the file, line and key to blame, a line for each mistake.
+    If it has mistakes, the exit status is 2, and each mistake is printed with its file, line and key.
     """
     notes: list[Deprecation] = []
     more = () if no_import else _IMPORTS
@@ -171,7 +174,7 @@ def check(file: Path, settings: tuple[str, ...], no_import: bool) -> None:
     click.echo(f"{click.format_filename(file)}: ok")
     if no_import and (named := _plugins_of(deployment)):
         them = ", ".join(f"{key}: {reference}" for key, reference in named.items())
-        click.echo(f"note: --no-import: not imported, so not checked: {them}")
+        click.echo(f"note: --no-import: these plug-ins were not imported, so they were not checked: {them}")
     for note in notes:
         click.echo(f"note: {note}")
     try:
@@ -181,7 +184,7 @@ def check(file: Path, settings: tuple[str, ...], no_import: bool) -> None:
     if deployment.security.keys is not None:
         try:
             ServerKeys.read(deployment.security.keys)
-        except DeploymentError as problem:  # a client's file, where that is all there is to be
+        except DeploymentError as problem:  # a client's machine need not have the deployment's own keys
             click.echo(f"note: security.keys: {problem}")
 
 
@@ -191,7 +194,7 @@ def check(file: Path, settings: tuple[str, ...], no_import: bool) -> None:
 def show(file: Path, settings: tuple[str, ...]) -> None:
     """Print FILE with every default filled in.
 
-    What is printed is a deployment file itself, with absolute paths. Notes on deprecated settings go to standard error.
+    The output is itself a deployment file, with absolute paths. Notes on deprecated settings go to standard error.
     """
     notes: list[Deprecation] = []
     click.echo(resolved(load_deployment(file, settings, tell=notes.append)), nl=False)

@@ -1,9 +1,8 @@
-"""`tensorferry doctor`: what would work on this machine, what would not, and what to do about it."""
+"""`tensorferry doctor` says which transports work on this machine, which do not, and what would change that."""
 
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorferry.cli.config import load_deployment, placing, set_option
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.cli.transport import wanted_by
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.codecs.machine.advice import Check, checkup
@@ -31,11 +31,11 @@ from tensorferry.codecs.machine.transport import (
 from tensorferry.pipeline.deployment.load import require_available
 from tensorferry.pipeline.deployment.spec import Deployment
 
-PLAIN_WIDTH = 130  #: of a report that goes to a file or a pipe
+_PLAIN_WIDTH = 130  #: columns of a report that goes to a file or a pipe
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Whether a transport would work, why (not), and what would change that."""
+    """Whether a transport works, why or why not, and what would change that."""
 
     ok: bool
     reason: str
@@ -43,18 +43,18 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What a deployment file's transport comes to here."""
+    """The outcome of a deployment file's transport on this machine."""
 
     file: str
     wanted: str
     ok: bool
-    transport: str  #: "" where it does not work
+    transport: str  #: "" if it does not work
     reason: str
-    refusals: tuple[Refusal, ...] = ()  #: of what `auto` would have liked better
+    refusals: tuple[Refusal, ...] = ()  #: of the transports that `auto` prefers to this one
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `--json` prints."""
+    """The output of `--json`."""
 
     ok: bool
     transports: dict[Transport, Verdict]
@@ -64,31 +64,36 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option("--config", "file", type=click.Path(path_type=Path), help="A deployment file, to judge its choice too.")
+@json_option
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help="Check the transport of this deployment file too."
+)
 @set_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, file: Path | None, settings: tuple[str, ...]) -> None:
-    """Say for every transport whether it would work here, and why not.
+    """Say which transports work on this machine, and why the others do not.
 
-    Things are tried for real, in processes that end with it: memory is shared and read, on the GPU too. Needs no
-    deployment. Exit status: 0 a transport with a pool works, or with --config the file's choice does; 1 it does not.
+    Each transport is tried: processes share memory and read it, on the GPU too, and end with this command. No
+    deployment is needed. Exit status: 0 if a transport with a pool works (with --config, the one that the file asks
+    for), else 1.
     """
     if settings and file is None:
-        raise click.UsageError("--set changes a deployment file; give one with --config")
+        raise click.UsageError("--set changes a deployment file; name the file with --config")
     deployment = load_deployment(file, settings) if file is not None else None
     with placing(file, settings) if file is not None else nullcontext():
         report = examine(gather(os.environ), deployment, str(file))
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        print_json(report)
     else:
-        _print(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), report)
+        _print(console(_PLAIN_WIDTH), report)
     ctx.exit(0 if report.ok else 1)
 
 
 def examine(facts: Facts, deployment: Deployment | None = None, file: str = "") -> Report:
-    """A report of these facts: with a deployment, transports are judged for it, else for one on one node whose
-    model has opted in to everything."""
+    """Judge the transports by these facts.
+
+    They are judged for the given deployment, or else for one on a single node whose model has opted in to everything.
+    """
     wanted = Wanted(opted_in=True) if deployment is None else wanted_by(deployment)
     transports: dict[Transport, Verdict] = {rung: _verdict(rung, wanted, facts) for rung in TRANSPORTS}
     if deployment is None:
@@ -107,7 +112,7 @@ def _verdict(rung: Transport, wanted: Wanted, facts: Facts) -> Verdict:
 
 
 _PROOF: dict[Transport, str] = {
-    "cpu": "needs nothing: tensors travel inside messages",
+    "cpu": "it needs nothing: tensors travel inside messages",
     "shm": "sealed memory was made, passed over a socket, mapped and read",
     "cuda_ipc": "GPU memory was allocated, exported, opened by a second process and read",
     "cuda_vmm": "a GPU memory chunk was made, exported, imported by a second process and read",
@@ -115,7 +120,7 @@ _PROOF: dict[Transport, str] = {
 
 
 def _choice(deployment: Deployment, wanted: Wanted, facts: Facts, file: str) -> Choice:
-    """As whoever starts the deployment judges it."""
+    """Decide as `up` and `start` do."""
     refusals: tuple[Refusal, ...] = ()
     try:
         decision: Decision = decide(wanted, facts)
@@ -126,21 +131,21 @@ def _choice(deployment: Deployment, wanted: Wanted, facts: Facts, file: str) -> 
     return Choice(file, wanted.transport, True, decision.transport, decision.reason, decision.refusals)
 
 
-def _print(console: Console, report: Report) -> None:
+def _print(out: Console, report: Report) -> None:
     transports = Table("transport", "", "why", "what to do", title="Transports", title_justify="left", show_lines=True)
     for rung, verdict in report.transports.items():
         transports.add_row(rung, _mark(verdict.ok), verdict.reason, verdict.remedy)
     checks = Table("looked at", "", "found", "what to do, or what it means", title="Machine", title_justify="left")
     for check in report.checks:
         checks.add_row(check.name, _mark(check.ok), check.found, check.advice)
-    console.print(transports, checks, highlight=False, markup=False)
+    out.print(transports, checks, highlight=False, markup=False)
     if report.deployment is not None:
         choice = report.deployment
         outcome = f"gets {choice.transport}: {choice.reason}" if choice.ok else choice.reason
         text = f"{choice.file} asks for {choice.wanted}; {outcome}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _mark(ok: bool | None) -> str:
-    """None: not needed here."""
+    """Return the text of a check's outcome; None means that nothing here needs it."""
     return "-" if ok is None else "ok" if ok else "NO"

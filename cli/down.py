@@ -1,4 +1,4 @@
-"""`tensorferry down`: stop a running deployment, wherever it was started, and wait until it has ended."""
+"""`tensorferry down` stops a running deployment, no matter where it was started, and waits until it has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import click
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
 from tensorferry.pipeline.process.child import KILL_S
@@ -20,11 +20,11 @@ from tensorferry.pipeline.process.run_process import is_stopped, supervisor_of
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import CANCEL_S, DRAIN_ORDER
 
-Group = list[tuple[str, int]]  #: stages and ranks
+Group = list[tuple[str, int]]  #: (stage, rank) of each process
 
 
 class Process(NamedTuple):
-    """One that is to end."""
+    """A process that is to end."""
 
     name: str
     pid: int
@@ -32,14 +32,14 @@ class Process(NamedTuple):
 
 
 @click.command()
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
-@click.option("--now", is_flag=True, help="Cancel what is in flight, rather than finish it.")
+@click.option("--now", is_flag=True, help="Cancel the requests in flight instead of finishing them.")
 def command(file: Path, settings: tuple[str, ...], now: bool) -> None:
-    """Drain the running deployment of a file, and wait for its end: its supervisor, or stages started by hand.
+    """Drain the running deployment of a file, and wait until its supervisor, or its stages started by hand, have ended.
 
-    Exit status: 0 it has ended, or was not running; 1 it has not ended in time, or runs and cannot be told to end; 2
-    wrong usage or deployment file.
+    Exit status: 0 it has ended, or was not running; 1 it did not end in time, or could not be told to end; 2 wrong
+    usage or deployment file.
     """
     deployment = load_deployment(file, settings)
     runtime = Runtime.of(deployment)
@@ -56,13 +56,13 @@ def command(file: Path, settings: tuple[str, ...], now: bool) -> None:
 
 
 def _groups(deployment: Deployment) -> list[Group]:
-    """Whom no supervisor has started, by who is asked at once."""
+    """Return the stages as groups in the order in which they are told to end, each group at once."""
     ranks = ranks_of(deployment)
     return [[(stage, rank) for rank in range(ranks[stage])] for stage in DRAIN_ORDER]
 
 
 def _found(runtime: Runtime, group: Group, held: ExitStack) -> list[Process]:
-    """Those who run. Raises DeploymentError where somebody does and his lock file does not say who."""
+    """Return the processes that run. Raises DeploymentError if a lock file is held but does not name its process."""
     found = []
     for stage, rank in group:
         name = "its supervisor" if stage == "deployment" else f"{stage}-{rank}"
@@ -72,29 +72,33 @@ def _found(runtime: Runtime, group: Group, held: ExitStack) -> list[Process]:
             found.append(Process(name, owner.pid, pidfd))
         elif runtime.is_held(stage, rank):
             pids = " ".join(map(str, runtime.holders(stage, rank)))
-            says = f"says {owner}, which is no process here" if owner else "does not say by whom (was the disk full?)"
+            says = (
+                f"names {owner}, which is no process here"
+                if owner
+                else "does not name its process (was the disk full?)"
+            )
             remedy = f"kill -TERM {pids}" if pids else "stop it where it was started"
             raise DeploymentError(
-                f"deployment {runtime.name!r} is running: {runtime.lock(stage, rank)} ({name}) is held, and {says}; "
+                f"deployment {runtime.name!r} is running: {runtime.lock(stage, rank)} ({name}) is held, but {says}; "
                 f"to end it: {remedy}"
             )
     return found
 
 
 def _check_unsupervised(process: Process, deployment: Deployment) -> None:
-    """Raises DeploymentError for a stage that its supervisor would start again."""
+    """Raise DeploymentError if the process has a supervisor, which would start it again."""
     supervisor = supervisor_of(process.pid)
     if supervisor is not None:
         raise DeploymentError(
             f"deployment {deployment.name!r} is running: {process.name} has a supervisor, process {supervisor}, whose "
-            f"lock file was removed. It makes that again within {deployment.timeouts.heartbeat_s:g} s "
+            f"lock file was removed. The supervisor makes it again within {deployment.timeouts.heartbeat_s:g} s "
             f"(timeouts.heartbeat_s) unless the disk is full: try again then, or end it: kill -TERM {supervisor}"
         )
 
 
 def _end(processes: list[Process], deployment: Deployment, now: bool) -> None:
-    """Raises DeploymentError for those that do not end in time."""
-    # The second signal cancels; twice the same would be one, where the first is not handled yet.
+    """Tell the processes to end, and wait. Raises DeploymentError, which names those that do not end in time."""
+    # The second signal cancels. It differs from the first because two equal pending signals arrive as one.
     signals = (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,)
     for process in processes:
         for number in signals:
@@ -105,10 +109,10 @@ def _end(processes: list[Process], deployment: Deployment, now: bool) -> None:
     late = [process for process in processes if not _ends(process.pidfd, until - time.monotonic())]
     if late:
         names = ", ".join(f"{process.name} (process {process.pid})" for process in late)
-        hint = "its log says where it is stuck" if now else "`down --now` cancels what is in flight"
+        hint = "its log says where it is stuck" if now else "`down --now` cancels the requests in flight"
         stopped = " ".join(str(process.pid) for process in late if is_stopped(process.pid))
         if stopped:
-            hint = f"stopped by a signal: kill -CONT {stopped} has it go on, and kill -KILL {stopped} ends it at once"
+            hint = f"a signal has stopped it: kill -CONT {stopped} resumes it, and kill -KILL {stopped} ends it at once"
         raise DeploymentError(f"{names} has not ended within {patience_s:g} s; {hint}")
 
 

@@ -1,4 +1,4 @@
-"""`tensorferry keys`: the CURVE keys that let clients into a deployment on a network."""
+"""`tensorferry keys` makes the CURVE keys that let clients connect to a deployment over a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensorferry.pipeline.channels.curve_keys import add_client, make_keys
 
 @click.group()
 def command() -> None:
-    """Make the keys of a deployment on a network, and of its clients."""
+    """Make the keys of a networked deployment and of its clients."""
 
 
 @command.command()
@@ -20,7 +20,7 @@ def command() -> None:
 def new(folder: Path) -> None:
     """Make DIR with new keys for a deployment and for one client on the same machine.
 
-    Set security.keys to it. Exit status 2 where DIR exists: keys are never replaced.
+    Set security.keys to DIR. If DIR exists, the exit status is 2: keys are never replaced.
     """
     make_keys(folder)
     click.echo(f"made {click.format_filename(folder)}; set security.keys to it")
@@ -31,10 +31,10 @@ def new(folder: Path) -> None:
 @click.argument("name")
 @click.option("--out", required=True, type=Folder(), help="The client's new folder.")
 def add(folder: Path, name: str, out: Path) -> None:
-    """Let one more client into the deployment of DIR, known there by NAME; it is heard once that was started again.
+    """Let one more client connect to the deployment of DIR, under NAME, once that deployment is started again.
 
-    Move the folder OUT to the client's machine by a way that nobody listens to, and set security.keys to it there. To
-    shut the client out again, remove DIR/clients/NAME.key.
+    Move the folder OUT to the client's machine over a private channel, and set security.keys to it there. To revoke the
+    client's access, remove DIR/clients/NAME.key.
     """
     add_client(folder, name, out)
     click.echo(f"made {click.format_filename(out)} for {name}; start the deployment again to let it in")

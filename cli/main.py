@@ -1,7 +1,7 @@
-"""The `tensorferry` command: finds the subcommand, and turns what went wrong into a sentence and an exit status.
+"""The `tensorferry` command finds the subcommand, and turns an error into a sentence and an exit status.
 
-Exit status: 0 done, 2 wrong usage, deployment file or place for a file, 1 anything else a user can be told about; a
-command may have more of its own. A bug keeps its traceback.
+Exit status: 0 done; 2 wrong usage, deployment file or output path; 1 any other expected error. A command may have
+further ones. A bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -13,53 +13,53 @@ from importlib import import_module
 import click
 
 from tensorferry import __version__
-from tensorferry.codecs.errors import ConfigError, FerryError, OutputError
+from tensorferry.codecs.errors import ConfigError, FerryError, OutputError, leaves
 
-#: The subcommands in the order of their use, each a module of this package that has a `command`. The sentence
-#: stands here so that `--help` need not import them all.
+#: The subcommands in the order of their use. Each is a module of this package with a `command`. The sentences are
+#: here so that `--help` need not import the modules.
 COMMANDS = {
-    "replay": "Replay a recorded TRACE through a deployment and report.",
+    "replay": "Replay a recorded TRACE through a deployment, and report.",
     "report": "Make the pages of a replay's --out folder again.",
-    "compare": "Compare replays, repeats put together, with confidence intervals.",
-    "sweep": "Replay a TRACE with every combination of settings, and compare.",
+    "compare": "Compare replays; repeats share a row with a confidence interval.",
+    "sweep": "Replay a TRACE with each combination of settings, and compare.",
     "plan": "Say which pool.budget_mb a TRACE needs, without running it.",
     "trace": "Describe, convert and cut recorded traces.",
     "up": "Run a whole deployment under supervision.",
-    "status": "Say who of a running deployment is ready, and who is not.",
+    "status": "Say which processes of a running deployment are ready.",
     "down": "Drain and stop a running deployment.",
     "top": "Watch a running deployment: rates, latencies, queues, pools.",
     "start": "Run one stage process of a deployment.",
     "submit": "Send one request to a running deployment.",
-    "doctor": "Say which transports would work here, and why others would not.",
-    "keys": "Make the keys of a deployment on a network, and of its clients.",
+    "doctor": "Say which transports work here, and why the others do not.",
+    "keys": "Make the keys of a networked deployment and of its clients.",
     "config": "Check a deployment file, or show it with every default.",
 }
 
 
 class Refusal(click.ClickException):
-    """Errors that the user can be told about, as the last word of a command. Exit status 1."""
+    """Expected errors, which end a command with one sentence each and exit status 1."""
 
     def __init__(self, *problems: BaseException) -> None:
         super().__init__("\n".join(dict.fromkeys(map(str, problems))))
 
 
 class UsageRefusal(Refusal):
-    """Among them one that the user's deployment file, or the place named for a file, is to blame for."""
+    """Such errors, at least one of which is a mistake in the deployment file or in an output path."""
 
     exit_code = 2
 
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """FerryError, alone or in the groups that task groups make, becomes one sentence; all else passes."""
+    """Turn a FerryError, alone or in the groups of task groups, into one sentence. Other exceptions pass."""
     try:
         yield
     except FerryError as problem:
         raise _refusal(problem) from problem
     except ExceptionGroup as group:
-        if group.split(FerryError)[1] is not None:  # a bug is among them
+        if group.split(FerryError)[1] is not None:  # one of them is a bug
             raise
-        raise _refusal(*_leaves(group)) from group
+        raise _refusal(*leaves(group)) from group
 
 
 def _refusal(*problems: Exception) -> Refusal:
@@ -67,16 +67,8 @@ def _refusal(*problems: Exception) -> Refusal:
     return (UsageRefusal if blamed else Refusal)(*problems)
 
 
-def _leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
-    for problem in group.exceptions:
-        if isinstance(problem, ExceptionGroup):
-            yield from _leaves(problem)
-        else:
-            yield problem
-
-
 class _Commands(click.Group):
-    """Imports a subcommand when it is asked for, so that no command waits for another one's imports."""
+    """A group that imports a subcommand when it is used, so that no command waits for another one's imports."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -1,4 +1,4 @@
-"""Where a command is to write; what is wrong with that place is said before the work begins whose result it is."""
+"""Output paths of commands. A path that cannot be written is refused before the work begins."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tensorferry.replay.results.out_folder import RUN_FILES, Proof, new_folder_b
 
 
 class OutFile(click.Path):
-    """A path at which a file can be made, or replaced; none of the files of a run, which belong together."""
+    """A path at which a file can be made or replaced. A run's own files are refused, since they belong together."""
 
     def __init__(self, *, or_stdout: bool = False) -> None:
-        """or_stdout: of `-`, the standard output, a BinaryIO."""
+        """or_stdout: `-` means the standard output, a BinaryIO."""
         super().__init__(dir_okay=False, path_type=Path)
         self._or_stdout = or_stdout
 
@@ -31,13 +31,13 @@ class OutFile(click.Path):
         except (OutputError, ValueError) as problem:  # ValueError: a null byte
             self.fail(str(problem), param, ctx)
         if place.name in RUN_FILES and (place.parent / "summary.json").exists():
-            self.fail(f"{path}: it belongs to the run in {place.parent}; name another file", param, ctx)
+            self.fail(f"{path} belongs to the run in {place.parent}; name another file", param, ctx)
         return path
 
 
 class OutFolder(click.Path):
-    """A folder that is there and can be written to, or that can be made. It is not made yet: of what the command reads
-    first, nothing may be fit to be used."""
+    """A folder that exists and can be written to, or that can be made. It is not made yet, since the command's input
+    may turn out to be unusable."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)
@@ -51,19 +51,21 @@ class OutFolder(click.Path):
         except (OSError, ValueError) as problem:  # ValueError: a null byte
             self.fail(f"{path}: {problem.strerror if isinstance(problem, OSError) else problem}", param, ctx)
         if not place.is_dir():
-            self.fail(f"{path}: {place} is no folder", param, ctx)
+            self.fail(f"{path}: {place} is not a folder; name a path in a folder", param, ctx)
         if not os.access(place, os.W_OK | os.X_OK):
-            self.fail(f"{path}: nothing can be made in {place}: permission denied, or read-only", param, ctx)
+            self.fail(
+                f"{path}: {place} is not writable (permission denied, or read-only); name another folder", param, ctx
+            )
         return path
 
 
 overwrite_option = click.option(
-    "--overwrite", is_flag=True, help="Replace what an earlier replay, or sweep, has written to --out."
+    "--overwrite", is_flag=True, help="Replace the results of an earlier replay or sweep in --out."
 )
 
 
 def require_free_folder(folder: Path, proof: Proof, *, overwrite: bool) -> None:
-    """Raise BadParameter where --out names a folder that cannot be put there."""
+    """Raise BadParameter if the results cannot be put at the path of --out."""
     try:
         require_free(folder, proof, overwrite=overwrite)
     except OutputError as problem:
@@ -71,7 +73,7 @@ def require_free_folder(folder: Path, proof: Proof, *, overwrite: bool) -> None:
 
 
 def make_place(folder: Path) -> None:
-    """Make the folders above what --out has named. Raises BadParameter where no folder can be made in them."""
+    """Make the parent folders of --out. Raises BadParameter if no folder can be made in them."""
     try:
         new_folder_beside(folder).rmdir()
     except OutputError as problem:

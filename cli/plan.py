@@ -1,20 +1,18 @@
-"""`tensorferry plan`: how large the tokenizers' pools must be for a trace, by their ledger alone."""
+"""`tensorferry plan` says how large the tokenizers' pools must be for a trace. It runs the pools' ledger alone."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.cli.outfile import OutFile
-from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.cli.tracefile import trace_argument
 from tensorferry.codecs.errors import ConfigError, ReportError
 from tensorferry.codecs.system.atomic_file import write_whole
@@ -32,25 +30,25 @@ _BAR = 40
 
 @click.command()
 @trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option(
     "--measured",
     "folder",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="A replay's --out folder: TRACE as it ran here, best with a large pool.",
+    help="The --out folder of a replay of TRACE, best one with a large pool.",
 )
-@click.option("--html", type=OutFile(), help="Write a page with the plot too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--html", type=OutFile(), help="Also write a page with the plot.")
+@json_option
 def command(trace: Path, file: Path, settings: tuple[str, ...], folder: Path, html: Path | None, as_json: bool) -> None:
     """Say which pool.budget_mb keeps fallbacks under 1 % and under 0.1 % for TRACE.
 
-    The run in the folder of --measured says when each item came and how long it kept its place.
+    The run in the folder of --measured gives the time at which each item arrived and how long it kept its place.
     """
     deployment = load_deployment(file, settings)
     if deployment.transport == "cpu":
-        raise ConfigError(str(file), None, "transport", "cpu has no pools to plan; use another")
+        raise ConfigError(str(file), None, "transport", "cpu has no pools to plan; use shm, cuda_ipc or cuda_vmm")
     run = read_run(folder)
     times = _times_of(run, trace, deployment)
     rules = rules_of(deployment)
@@ -60,9 +58,9 @@ def command(trace: Path, file: Path, settings: tuple[str, ...], folder: Path, ht
     if as_json:
         for caveat in caveats:
             click.echo(caveat, err=True)
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        print_json(found)
     else:
-        print_plan(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), found, answers)
+        print_plan(console(), found, answers)
     if html is not None:
         if not charts.installed():
             raise ReportError(str(html), "plots need matplotlib: pip install 'tensorferry[report]'")
@@ -71,14 +69,14 @@ def command(trace: Path, file: Path, settings: tuple[str, ...], folder: Path, ht
 
 
 def rules_of(deployment: Deployment) -> Rules:
-    """What of a deployment its pools go by, but for their size."""
+    """Return the settings of a deployment's pools, without their size."""
     pool = deployment.pool
     wait_ns = pool.wait_ms * 1_000_000 if pool.when_full == "wait" else 0
     return Rules(deployment.tokenizer.workers, pool.slots, wait_ns)
 
 
-def print_plan(console: Console, found: Plan, answers: list[str]) -> None:
-    """The curve as bars, then the answers."""
+def print_plan(out: Console, found: Plan, answers: list[str]) -> None:
+    """Print the curve as bars, then the answers."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("pool.budget_mb", justify="right")
     table.add_column("fallbacks", justify="right")
@@ -87,31 +85,31 @@ def print_plan(console: Console, found: Plan, answers: list[str]) -> None:
     for point in found.curve:
         bar = "█" * round(_BAR * point.share / most) if most else ""
         table.add_row(str(point.budget_mb), f"{point.share:.2%}", Text(bar, "blue"))
-    console.print(table)
+    out.print(table)
     for answer in answers:
-        console.print(answer, markup=False, highlight=False)
+        out.print(answer, markup=False, highlight=False)
 
 
 def _answers(found: Plan) -> Iterator[str]:
     for share, budget_mb in (("1 %", found.under_1_percent_mb), ("0.1 %", found.under_01_percent_mb)):
         if budget_mb is None:
-            yield f"Fallbacks stay above {share} whatever the budget: pool.slots run out."
+            yield f"Fallbacks stay above {share} with any budget, since pool.slots run out; raise pool.slots."
         else:
             yield f"Fallbacks under {share}: pool.budget_mb={budget_mb}."
     yield f"At most {size_text(found.peak_nbytes)} would be lent at once."
 
 
 def _check(run: Run, visits: list[Visit], rules: Rules) -> str:
-    """The run itself, beside what is said of its own budget: whoever doubts the rest can start here."""
+    """Set the run's own fallbacks beside those that the plan gives for its budget."""
     budget_mb = _budget_mb(run)
     said = forecast(visits, rules, budget_mb)
     had = sum(run.fell_back(item) for row in run.ok for item in row.items)
     share = had / said.items if said.items else 0.0
-    return f"The run itself had pool.budget_mb={budget_mb} and {share:.2%} fallbacks; by this plan {said.share:.2%}."
+    return f"The run itself had pool.budget_mb={budget_mb} and {share:.2%} fallbacks; the plan says {said.share:.2%}."
 
 
 def _budget_mb(run: Run) -> int:
-    """What a run's pools had. Raises ReportError where its settings do not say."""
+    """Return the pool.budget_mb of a run. Raises ReportError if its settings have none."""
     pool = run.summary.run.config.get("pool")
     budget_mb = pool.get("budget_mb") if isinstance(pool, dict) else None
     if not isinstance(budget_mb, int) or not 1 <= budget_mb <= MOST_MB:
@@ -120,38 +118,38 @@ def _budget_mb(run: Run) -> int:
 
 
 def _limited(run: Run) -> Iterator[str]:
-    """That a run was of a part of its trace, as a plan of it then is."""
+    """Say if a run replayed only a part of its trace, since its plan then covers only that part."""
     setup, outside = run.summary.run, run.summary.trace.outside
     parts = [] if setup.limit is None else [f"--limit {setup.limit}"]
     parts += [f"a window that left out {outside} requests"] if outside else []
     if parts:
         read = run.summary.requests.read
-        yield f"The run was of a part of the trace ({' and '.join(parts)}): {read} requests were read."
+        yield f"The run replayed only a part of the trace ({' and '.join(parts)}): {read} requests were read."
 
 
 def _caveats(times: Measured, read: int) -> Iterator[str]:
-    """What the plan does not cover of the requests read; what the run did not record, and what was taken instead."""
+    """Name the requests that the plan leaves out, and the times that it assumes because the run lacks them."""
     if len(times.visits) < read:
         yield (
-            f"Planned {len(times.visits)} of the {read} requests read: the others have no item for a pool, cannot be "
-            "sent, or were not ok in the run."
+            f"The plan covers {len(times.visits)} of the {read} requests read. The others have no item for a pool, "
+            "cannot be sent, or were not ok in the run."
         )
     if times.until_collected:
         yield (
-            f"Of {times.until_collected} of {times.items} items the run does not say when they were read; they are "
-            "taken to stay until their request was collected, which is longer, so less may be enough."
+            f"The run does not say when {times.until_collected} of {times.items} items were read. The plan assumes "
+            "that they stay until their request is collected, which is longer, so a smaller budget may be enough."
         )
     if times.unplanned:
         yield (
-            f"Of {times.unplanned} of {len(times.visits)} requests it does not say when they asked for room; they are "
-            "taken to ask as they came."
+            f"The run does not say when {times.unplanned} of {len(times.visits)} requests asked for room. The plan "
+            "assumes that they asked when they arrived."
         )
 
 
 def _times_of(run: Run, trace: Path, deployment: Deployment) -> Measured:
-    """Raises ReportError for a run of another trace, or without pools."""
+    """Return the times of a run's items. Raises ReportError for a run of another trace, or without pools."""
     if run.summary.trace.sha256 != Source(trace).sha256():
-        raise ReportError(str(run.folder), f"it is of another trace than {trace}; replay this one")
+        raise ReportError(str(run.folder), f"it is a run of another trace than {trace}; replay that trace")
     if run.summary.run.pooled_from_nbytes is None:
         raise ReportError(
             str(run.folder), "it ran without pools (transport: cpu); replay with the transport to plan for"

@@ -1,4 +1,4 @@
-"""`tensorferry replay`: a recorded trace through a deployment, and a report."""
+"""`tensorferry replay` replays a recorded trace through a deployment, and reports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import msgspec
 import structlog
 from rich.console import Console
 
-from tensorferry.cli.config import load_deployment, placing, set_option
+from tensorferry.cli.config import config_option, load_deployment, placing, set_option
 from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
+from tensorferry.cli.output import console
 from tensorferry.cli.report import say_pages, write_pages
 from tensorferry.cli.running import as_running
-from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
+from tensorferry.cli.tracefile import opened, parsed, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import TraceError
 from tensorferry.pipeline.client.client import Client
@@ -51,34 +52,30 @@ from tensorferry.stages.tokenizer.text import TextEncoder
 
 log = structlog.get_logger()
 
-PLAIN_WIDTH = 110  #: of a report that goes to a file or a pipe
-
-
-def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
-    try:
-        return Speed.parse(value)
-    except ValueError as problem:
-        raise click.BadParameter(str(problem), ctx, param) from None
-
 
 @click.command()
 @trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
 @click.option(
     "--speed",
     metavar="X|max",
-    callback=_speed,
+    callback=parsed(Speed.parse),
     default="1",
     show_default=True,
-    help="2: twice as fast as recorded; max: as fast as the deployment takes it.",
+    help="2: twice as fast as recorded; max: as fast as the deployment accepts requests.",
 )
-@click.option("--concurrency", type=click.IntRange(min=1), help="At most so many in flight; the rest wait, and count.")
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), help="The most requests in flight. Others wait, and are counted."
+)
 @reading_options
 @window_options
-@click.option("--limit", type=click.IntRange(min=1), help="Read only the first so many rows.")
+@click.option("--limit", type=click.IntRange(min=1), help="Read only so many rows from the start.")
 @click.option(
-    "--failures", type=click.Choice(["keep", "drop"]), default="keep", help="Requests recorded without output."
+    "--failures",
+    type=click.Choice(["keep", "drop"]),
+    default="keep",
+    help="Keep or drop requests recorded without output.",
 )
 @click.option(
     "--image-model",
@@ -86,27 +83,31 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str) -> Speed:
     metavar="MODEL",
     default="modserve",
     show_default=True,
-    help="Sizes of images that the trace only counts: modserve, coco, 640x480, a CSV of sizes, or another trace.",
+    help="The sizes of images that the trace only counts: modserve, coco, 640x480, a CSV of sizes, or another trace.",
 )
 @click.option(
     "--sessions",
     type=click.Choice(MODES),
-    help="Later turns: at their time; that, but after the answer before; their think time after it. "
-    "Default: think where the trace has delays, else clock.",
+    help="When later turns are due. clock: at their time; wait: at their time, but after the answer before; think: "
+    "their think time after it. Default: think if the trace has delays, else clock.",
 )
-@click.option("--strict", is_flag=True, help="Refuse rows out of order; fail where sending fell behind its schedule.")
-@click.option("--dry-run", is_flag=True, help="Prepare everything, say what would be sent, and start nothing.")
+@click.option("--strict", is_flag=True, help="Refuse rows out of order; fail if sending fell behind its schedule.")
+@click.option("--dry-run", is_flag=True, help="Prepare everything, print what would be sent, and start nothing.")
 @click.option(
     "--media-root",
     "media_roots",
     multiple=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="A folder below which the trace may name images, beside its own. Repeatable.",
+    help="A folder, beside the trace's own, whose images the trace may name. Repeatable.",
 )
-@click.option("--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Photos to send.")
-@click.option("--out", type=OutFolder(), help="New folder for report.html and the numbers behind it.")
+@click.option(
+    "--images",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder of photos for images that the trace lacks.",
+)
+@click.option("--out", type=OutFolder(), help="A new folder for report.html and its numbers.")
 @overwrite_option
-@click.option("--attach", is_flag=True, help="Use the deployment that runs already, rather than starting one.")
+@click.option("--attach", is_flag=True, help="Use the running deployment instead of starting one.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -136,21 +137,21 @@ def command(
 
     With --attach, settings other than those of the running deployment are refused.
 
-    Exit status: 0 all that was sent is ok, 3 some failed, 4 none is ok, 5 with --strict, it was not the recorded
-    load; 2 wrong usage, 1 it could not be run.
+    Exit status: 0 all requests sent are ok; 3 some failed; 4 none is ok; 5 with --strict, the load was not the recorded
+    one; 2 wrong usage; 1 the replay could not run.
     """
     window = window_of(start, end)
     if out is not None:
         require_free_folder(out, "summary.json", overwrite=overwrite)
     elif overwrite:
-        raise click.UsageError("--overwrite is of the folder of --out; give that too", ctx)
+        raise click.UsageError("--overwrite replaces the folder of --out; give --out too", ctx)
     deployment = load_deployment(file, settings)
     if attach:
         require_available(deployment)
         configure(deployment.telemetry)
         if (running := as_running(deployment, file, settings)) is not None:
             deployment = running
-        elif deployment.transport == "auto":  # whoever started it has decided by the same machine
+        elif deployment.transport == "auto":  # its starter has decided by the same machine
             deployment = settle(deployment)
     else:
         if deployment.telemetry.log_level == "info" and not _says_log_level(settings):
@@ -198,22 +199,21 @@ def command(
         run_id=secrets.token_bytes(8) if attach else b"%d" % seed,
         sessions=sessions or natural_mode(recorded.requests),
     )
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     if dry_run:
         if not prepared.requests:
             drops = drops_of(recorded, prepared, replay)
             reasons = Counter(drop.reason for drop in drops)
             raise TraceError(str(trace), None, nothing_usable(recorded.read, reasons, drops))
         plan = summarise(recorded, prepared, replay, setup)
-        print_plan(console, plan)
+        print_plan(console(), plan)
         if out is not None:
             make_place(out)
             with filled(out, "summary.json", overwrite=overwrite) as folder:
                 write_report(folder, plan, (), drops_of(recorded, prepared, replay), 0)
-            click.echo(f"wrote the plan to {click.format_filename(out)}: nothing was started")
+            click.echo(f"wrote the plan to {click.format_filename(out)}; nothing was started")
         return
     if out is not None:
-        make_place(out)  # before the run: what is wrong with it is not to cost the report
+        make_place(out)  # before the run, so that a wrong path does not cost the report
     session = Session(replay)
     try:
         if prepared.requests:
@@ -227,7 +227,7 @@ def command(
         if replay.start_ns or not prepared.requests:
             summary = summarise(recorded, prepared, replay, setup, pools=session.pools, error=session.error)
             drops = drops_of(recorded, prepared, replay)
-            print_report(console, summary)
+            print_report(console(), summary)
             if out is not None:
                 with filled(out, "summary.json", overwrite=overwrite) as folder:
                     write_report(folder, summary, replay.outcomes, drops, replay.start_ns, session.sampler.samples)
@@ -244,19 +244,19 @@ def _says_log_level(settings: Sequence[str]) -> bool:
 async def _connected(
     deployment: Deployment, file: Path, settings: Sequence[str], attach: bool
 ) -> AsyncIterator[Client]:
-    """A client of the deployment, which is started for it unless it runs already. Raises ConfigError where that has
-    other settings."""
+    """Connect a client to the deployment, which is started unless `attach` is set. Raises ConfigError if a running
+    deployment has other settings."""
     async with AsyncExitStack() as undo:
         if not attach:
             await undo.enter_async_context(Supervisor.running(deployment, file, settings))
         client = await undo.enter_async_context(Client.connect(deployment, timeout_s=deployment.timeouts.start_s))
-        if attach and as_running(deployment, file, settings) is None:  # again: it may have been started meanwhile
+        if attach and as_running(deployment, file, settings) is None:  # asked again: it may have been started meanwhile
             log.warning("settings_not_compared", reason="the deployment has left no settings on this machine")
         yield client
 
 
 class Sizer:
-    """The processor of a deployment, as far as a replay may know of it."""
+    """The part of a deployment's processor that a replay may use."""
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor

@@ -1,4 +1,4 @@
-"""`tensorferry report`: the pages of a replay's folder, also where the replay itself could not make them."""
+"""`tensorferry report` makes the pages of a replay's folder, also if the replay itself could not make them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tensorferry.replay.results.result_folder import read_run
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def command(folder: Path) -> None:
-    """Make report.html and perfetto.json in the FOLDER that `replay --out` has written.
+    """Make report.html and perfetto.json in the FOLDER that `replay --out` wrote.
 
-    For a machine without matplotlib: take the folder to one that has it.
+    If the replay's machine has no matplotlib, copy the folder to a machine that has it.
     """
     say_pages(folder, has_page=write_pages(folder))
 
 
 def write_pages(folder: Path) -> bool:
-    """From the files that are there: perfetto.json, and report.html where matplotlib is; whether it is.
+    """Write perfetto.json and, if matplotlib is installed, report.html from the files of a run.
 
-    Raises ReportError where another run was put there meanwhile, whose numbers these would not be.
+    Returns whether report.html was written. Raises ReportError if another run has replaced the folder meanwhile.
     """
     before = folder.stat()
     run = read_run(folder)
@@ -43,11 +43,11 @@ def write_pages(folder: Path) -> bool:
 
 
 def say_pages(folder: Path, *, has_page: bool) -> None:
-    """What is in a folder now."""
+    """Print what was written to a folder."""
     if has_page:
         click.echo(f"wrote {click.format_filename(folder / 'report.html')}, and the numbers behind it beside it")
         return
     click.echo(
-        f"wrote the numbers to {click.format_filename(folder)}, and no report.html: its plots need matplotlib. "
-        f"pip install 'tensorferry[report]', then: tensorferry report {click.format_filename(folder)}"
+        f"wrote the numbers to {click.format_filename(folder)}, but no report.html: its plots need matplotlib. "
+        f"pip install 'tensorferry[report]', then run: tensorferry report {click.format_filename(folder)}"
     )

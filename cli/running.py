@@ -1,4 +1,4 @@
-"""Settings that are given beside those of the deployment that runs: one that differs is refused."""
+"""The check that the given settings are those of the running deployment."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tensorferry.pipeline.process.running_settings import differences, told
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.stages.adapters.registry import takes_media
 
-REMEDY = "give the settings that it was started with, or stop it and start it with these"
+REMEDY = "give the settings that the deployment was started with, or stop it and start it with these"
 
 
 def as_running(deployment: Deployment, file: Path, settings: Sequence[str]) -> Deployment | None:
-    """The deployment of FILE with what was decided when it was started: its transport, and whether it uses GPUs.
+    """Return the deployment of FILE with its start's decisions: the transport, and whether it uses GPUs.
 
-    None where no process of it has left its settings on this machine. Raises ConfigError, which names every key whose
-    value is another than a running process has, with both values.
+    Returns None if none of its processes has left its settings on this machine. Raises ConfigError, which names every
+    key that has another value in a running process, with both values.
     """
     running = told(Runtime.of(deployment))
-    # Of a model that takes text alone whoever starts the deployment makes no pools, whatever transport it names.
+    # A model that takes text alone has no pools, so the transport that the file names does not matter.
     ours = (
         deployment if takes_media(deployment.model.adapter) else msgspec.structs.replace(deployment, transport="auto")
     )
     found = [ConfigError(UNPLACED, None, one.key, str(one)) for one in differences(ours, running)]
     if found:
-        found[-1] = ConfigError(UNPLACED, None, found[-1].key, f"{found[-1].problem}; {REMEDY}")  # once is enough
+        found[-1] = ConfigError(UNPLACED, None, found[-1].key, f"{found[-1].problem}; {REMEDY}")  # once, for all
         raise all_of([placed(problem, file, settings) for problem in found])
     if not running:
         return None

@@ -1,4 +1,4 @@
-"""`tensorferry start`: one process of a deployment."""
+"""`tensorferry start` runs one process of a deployment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from tensorferry.cli.config import load_deployment, placing, set_option
+from tensorferry.cli.config import config_option, load_deployment, placing, set_option
 from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.deployment.load import require_available
@@ -22,22 +22,22 @@ from tensorferry.pipeline.telemetry import logs
 
 @click.command()
 @click.argument("stage", type=click.Choice(DRAIN_ORDER))
-@click.option("--rank", type=int, default=0, show_default=True)
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@click.option("--rank", type=int, default=0, show_default=True, help="The rank of the process in its stage.")
+@config_option
 @set_option
 @click.pass_context
 def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tuple[str, ...]) -> None:
-    """Run one process of a deployment, in any order.
+    """Run one process of a deployment. The processes may be started in any order.
 
-    The first SIGINT or SIGTERM drains it, a second one cancels it. Exit status: 0 drained, 1 failed or not drained
-    within timeouts.drain_s, 130 cancelled; 2 wrong usage or deployment file.
+    The first SIGINT or SIGTERM drains it, a second one cancels it. Exit status: 0 drained; 1 failed, or not drained
+    within timeouts.drain_s; 130 cancelled; 2 wrong usage or deployment file.
     """
     tether = Tether.taken_from(os.environ)
     if tether is not None:
         tether.hold()
     if tether is None:
         deployment, _ = load_to_run(file, settings, stage=stage, rank=rank)
-    else:  # the supervisor has decided, and told its log
+    else:  # the supervisor has decided and logged the transport
         deployment = load_deployment(file, settings)
         with placing(file, settings):
             require_available(deployment)
@@ -45,18 +45,18 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
     ranks = ranks_of(deployment)[stage]
     if not 0 <= rank < ranks:
         raise click.BadParameter(
-            f"{rank} is none of the {stage} ranks of {click.format_filename(file)}, 0 to {ranks - 1}",
+            f"{rank} is not one of the {stage} ranks of {click.format_filename(file)}, which are 0 to {ranks - 1}",
             param_hint="--rank",
         )
     if tether is not None and tether.deployment != digest(deployment):
-        problem = "was changed while the deployment was starting; start it again"
+        problem = "it was changed while the deployment was starting; start the deployment again"
         raise ConfigError(str(file), None, "", problem)
-    if deployment.transport == "auto":  # under a supervisor that is not ours
+    if deployment.transport == "auto":  # another program supervises this process and has decided nothing
         deployment = settle(deployment)
     main = import_module(f"tensorferry.stages.{stage}.{stage}").main
 
     async def run(stop: Stop) -> None:
-        with placing(file, settings):  # what processor, adapter or engine says of its options and files
+        with placing(file, settings):  # errors that a processor, adapter or engine raises for its options and files
             await main(deployment, rank, stop)
 
     status = run_process(
@@ -66,6 +66,6 @@ def command(ctx: click.Context, stage: str, rank: int, file: Path, settings: tup
         tether=tether,
         on_orphaned=Runtime.of(deployment).sweep,
     )
-    gc.disable()  # else the interpreter's end walks over all objects once more: half a second where torch is loaded
+    gc.disable()  # else the interpreter walks over all objects as it ends: half a second where torch is loaded
     gc.freeze()
     ctx.exit(status)

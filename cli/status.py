@@ -1,4 +1,4 @@
-"""`tensorferry status`: who of a deployment lives, who is ready, and who is stuck; nobody is given work for it."""
+"""`tensorferry status` says which processes of a deployment run, are ready or are stuck. It sends no request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.cli.values import Real
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
@@ -25,30 +25,37 @@ NOT_WELL = 3
 
 
 class Health(msgspec.Struct, frozen=True):
-    """What is known of one process."""
+    """The state of one process."""
 
     process: str
-    #: As in `Member`. Of one that nobody has heard of: `starting`; `silent`, which lives all the same; or `gone`.
-    #: `stuck`: ready, but at the same work for longer than any request may take.
+    #: As in `Member`. A process that no tokenizer reports is `starting`, `silent` (it runs all the same) or `gone`.
+    #: `stuck`: it is ready, but has been at the same work for longer than any request may take.
     state: str
-    pid: int | None  #: None: it does not live here
-    since: str  #: UTC, ISO 8601; empty: it is not there
+    pid: int | None  #: None: it does not run on this machine
+    since: str  #: UTC, ISO 8601; empty: it does not run
     in_flight: int
-    busy_s: float  #: how long it has been at its present work
+    busy_s: float  #: how long it has been at its current work
 
 
 @click.command()
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
-@click.option("--timeout", "timeout_s", type=Real(0, 86_400, min_open=True), default=5.0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=Real(0, 86_400, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Seconds to wait for the tokenizers.",
+)
 @click.pass_context
 def command(ctx: click.Context, file: Path, settings: tuple[str, ...], as_json: bool, timeout_s: float) -> None:
-    """Say how every process of the running deployment of a file is.
+    """Show the state of every process of the running deployment of a file.
 
-    Its tokenizers are asked, and tell what they and the heartbeats of the others say. A process that is ready has
-    loaded what it needs, reaches everybody downstream of it, and finishes work: `stuck` says that it does not. One
-    that is `silent` lives, but nobody has heard of it: it is stopped, or hangs, or no tokenizer answers to tell of it.
+    The tokenizers report their own state, and that of the others by their heartbeats. A `ready` process has loaded what
+    it needs, reaches all processes downstream of it, and finishes its work; a `stuck` one does not finish. A `silent`
+    process runs, but no tokenizer reports it: it is stopped, it hangs, or no tokenizer answers.
 
     Exit status: 0 all are ready, 3 some are not; 1 the deployment is not running; 2 wrong usage or deployment file.
     """
@@ -56,7 +63,7 @@ def command(ctx: click.Context, file: Path, settings: tuple[str, ...], as_json: 
     found = health(deployment, asyncio.run(_asked(deployment, timeout_s)))
     runtime = Runtime.of(deployment)
     if all(process.state == "gone" for process in found) and not runtime.is_held("deployment", 0):
-        afar = "" if runtime.network is None else ", or does not answer from here"
+        afar = "" if runtime.network is None else ", or does not answer this machine"
         raise DeploymentError(f"deployment {deployment.name!r} is not running{afar}; start it with `tensorferry up`")
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
@@ -71,7 +78,7 @@ async def _asked(deployment: Deployment, timeout_s: float) -> list[Member]:
 
 
 def health(deployment: Deployment, members: list[Member]) -> list[Health]:
-    """Every process that the deployment should have, in order. members: those that somebody has told of."""
+    """Return the state of every process that the deployment should have, in order. members: those reported."""
     runtime = Runtime.of(deployment)
     known = {(member.stage, member.rank): member for member in members}
     found = []
@@ -102,11 +109,11 @@ def health(deployment: Deployment, members: list[Member]) -> list[Health]:
 
 
 def _unheard(deployment: Deployment, runtime: Runtime, owner: Owner | None, told: bool) -> str:
-    """Of a process that lives, and of which nobody has heard, the state. told: a tokenizer answers, and has not."""
+    """Return the state of a process that runs, but that no tokenizer reports. told: a tokenizer answers."""
     if owner is None or is_stopped(owner.pid):
         return "silent"
     if told:
-        return "starting"  # else it would be quarantined
+        return "starting"  # a process that had been ready would be quarantined
     age_s = (datetime.now(UTC) - datetime.fromisoformat(owner.started_at)).total_seconds()
     opened = any(runtime.has_door(rank) for rank in range(deployment.tokenizer.workers))
     return "starting" if age_s < deployment.timeouts.start_s and not opened else "silent"

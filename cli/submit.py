@@ -1,4 +1,4 @@
-"""`tensorferry submit`: one request to a running deployment, for a first try by hand."""
+"""`tensorferry submit` sends one request to a running deployment, for a first try by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.cli.running import as_running
 from tensorferry.cli.values import InFile, Real, Words
 from tensorferry.codecs.errors import BadRequest
@@ -21,12 +21,12 @@ from tensorferry.pipeline.client.prompt_parts import Image, Part, Video
 from tensorferry.pipeline.deployment.spec import Deployment
 
 NOT_SERVED = 3
-#: An option that adds to the prompt -> what is sent for its value.
+#: Each option that adds a part to the prompt -> the type of that part.
 PARTS: dict[str, Callable[[Any], Part]] = {"text": str, "image": Image, "video": Video}
 
 
 class InOrder(click.Command):
-    """Keeps the order in which --text, --image and --video were given: `ctx.meta["parts"]` names each in turn.
+    """A command that keeps the order of --text, --image and --video: `ctx.meta["parts"]` names each in turn.
 
     click collects a repeatable option's values in one tuple per option, and a prompt is one sequence.
     """
@@ -38,13 +38,19 @@ class InOrder(click.Command):
 
 
 @click.command(cls=InOrder)
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
-@click.option("--image", multiple=True, type=InFile())
-@click.option("--video", multiple=True, type=InFile(), help="An animated file.")
-@click.option("--text", multiple=True, type=Words())
-@click.option("--output-tokens", type=click.IntRange(0, MAX_OUTPUT_TOKENS), default=16, show_default=True)
-@click.option("--timeout", "timeout_s", type=Real(0.001, 1e6), default=30.0, show_default=True)
+@click.option("--image", multiple=True, type=InFile(), help="An image file. Repeatable.")
+@click.option("--video", multiple=True, type=InFile(), help="An animated file. Repeatable.")
+@click.option("--text", multiple=True, type=Words(), help="Text of the prompt. Repeatable.")
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(0, MAX_OUTPUT_TOKENS),
+    default=16,
+    show_default=True,
+    help="Tokens to generate.",
+)
+@click.option("--timeout", "timeout_s", type=Real(0.001, 1e6), default=30.0, show_default=True, help="Seconds to wait.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -56,10 +62,10 @@ def command(
     output_tokens: int,
     timeout_s: float,
 ) -> None:
-    """Send one request to the running deployment of a file: its --image, --video and --text, in the order given.
+    """Send one request to the running deployment of a file. It has the --image, --video and --text in the given order.
 
-    Exit status: 0 served, 3 failed or busy; 2 wrong usage, or settings that the running deployment does not have; 1 no
-    deployment that is ready.
+    Exit status: 0 served; 3 failed or busy; 2 wrong usage, or settings other than those of the running deployment; 1 no
+    deployment is ready.
     """
     given = {"text": iter(text), "image": iter(image), "video": iter(video)}
     parts = [PARTS[name](next(given[name])) for name in ctx.meta["parts"]]
@@ -69,7 +75,7 @@ def command(
     deployment = as_running(deployment, file, settings) or deployment
     try:
         outcome = asyncio.run(_submit(deployment, parts, output_tokens, timeout_s))
-    except BadRequest as problem:  # what was given: a file that is too large, say
+    except BadRequest as problem:  # for example, a file that is too large
         raise click.UsageError(str(problem), ctx) from None
     console = Console()
     match outcome:
@@ -91,7 +97,7 @@ async def _submit(
 
 
 def _table(result: Result) -> Table:
-    """What became of each image, and how long the whole took."""
+    """Make the table of a request's items, titled with its tokens and its duration."""
     marks = sorted(mark.at_ns for mark in result.marks)
     took = f", {(marks[-1] - marks[0]) / 1e6:.1f} ms" if marks else ""
     title = f"{result.prompt_tokens} tokens in, {result.output_tokens} out{took}"

@@ -1,4 +1,4 @@
-"""`tensorferry sweep`: one trace through a deployment in several versions of it, several times, and which is best."""
+"""`tensorferry sweep` replays one trace through several versions of a deployment, repeatedly, and compares them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.console import Console
 
 from tensorferry import __version__
 from tensorferry.cli import replay
 from tensorferry.cli.compare import print_comparison, write_comparison
-from tensorferry.cli.config import load_deployment
+from tensorferry.cli.config import config_option, load_deployment
 from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, require_free_folder
-from tensorferry.cli.replay import PLAIN_WIDTH
+from tensorferry.cli.output import console
 from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.codecs.system.atomic_file import write_whole
 from tensorferry.pipeline.process.run_process import signal_when_parent_dies
@@ -28,7 +27,7 @@ from tensorferry.replay.results.comparison import compare, find_runs, grouped
 from tensorferry.replay.results.out_folder import filled, in_use
 from tensorferry.replay.results.result_folder import read_run
 
-#: From the best to the worst of a replay's exit statuses: could not be run, none ok, some failed, DEGRADED.
+#: A replay's exit statuses, best first: ok, DEGRADED, some failed, none ok, wrong usage, could not run.
 _BY_HARM = (0, 5, 3, 4, 2, 1)
 
 
@@ -44,13 +43,13 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def alternatives(setting: str) -> list[str]:
-    """`pool.budget_mb=256,512` as two settings. Commas in brackets, braces and quotes separate nothing.
+    """Split `pool.budget_mb=256,512` into two settings. Commas in brackets, braces and quotes do not separate.
 
     Raises ValueError with a sentence.
     """
     key, equals, values = setting.partition("=")
     if not equals or not key.strip():
-        raise ValueError(f"{setting!r} is not KEY=VALUE,VALUE")
+        raise ValueError(f"{setting!r} is not KEY=VALUE,VALUE...; write a key, =, and the values to try")
     return [f"{key.strip()}={value}" for value in _split(values)]
 
 
@@ -72,23 +71,23 @@ def _split(values: str) -> Iterator[str]:
 
 
 def cells(settings: Sequence[str]) -> list[Cell]:
-    """Every combination of the settings' values, in the order in which they are written. Raises ValueError."""
+    """Return every combination of the settings' values, in their written order. Raises ValueError."""
     combined = itertools.product(*map(alternatives, settings))
     return [Cell(chosen, f"{number:02}") for number, chosen in enumerate(combined, 1)]
 
 
 @click.command()
 @trace_argument
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="KEY=VALUE,VALUE...",
-    help="A setting and the values it is to have in turn. Repeatable; then all combinations.",
+    help="A setting and the values to try. If repeated, all combinations are tried.",
 )
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each combination.")
-@click.option("--out", required=True, type=OutFolder(), help="A new or empty folder.")
+@click.option("--out", required=True, type=OutFolder(), help="A new or empty folder for the results.")
 @overwrite_option
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -104,11 +103,11 @@ def command(
 ) -> None:
     """Replay TRACE through a deployment with every combination of settings, and compare.
 
-    OPTIONS after -- are those of every replay: tensorferry sweep TRACE --config FILE --set pool.budget_mb=256,512
-    --out DIR -- --speed 2. Each run is a process of its own, and every combination has its first run before any has
-    its second, so that a machine that changes changes all of them.
+    OPTIONS after -- are passed to every replay: tensorferry sweep TRACE --config FILE --set pool.budget_mb=256,512
+    --out DIR -- --speed 2. Each run is a process of its own. Every combination has its first run before any has its
+    second, so that a change of the machine affects all of them.
 
-    Exit status: the worst of the replays'.
+    The exit status is the worst one of the replays.
     """
     require_free_folder(out, "sweep.json", overwrite=overwrite)
     try:
@@ -116,7 +115,7 @@ def command(
     except ValueError as problem:
         raise click.BadParameter(str(problem), ctx, param_hint="--set") from None
     for version in versions:
-        load_deployment(file, version.settings, plugins=True)  # all of them are sound before the first one runs
+        load_deployment(file, version.settings, plugins=True)  # a mistake in any version ends the sweep before it runs
     _check_options(ctx, trace, file, out, options)
     make_place(out)
     with filled(out, "sweep.json", overwrite=overwrite) as empty:
@@ -137,25 +136,25 @@ def command(
         if any(out.glob("*/*/summary.json")):
             groups = grouped(find_runs([out]))
             comparison = compare(groups)
-            print_comparison(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH), comparison)
+            print_comparison(console(), comparison)
             write_comparison(out / "compare.html", groups, comparison)
     ctx.exit(max(statuses, key=lambda status: _BY_HARM.index(status) if status in _BY_HARM else len(_BY_HARM)))
 
 
 def _check_options(ctx: click.Context, trace: Path, file: Path, out: Path, options: Sequence[str]) -> None:
-    """Raise what every replay would for its options or the trace; UsageError for options that are the sweep's own."""
+    """Raise the errors that each replay would for its options or the trace, and UsageError for the sweep's own."""
     chosen = replay.command.make_context("replay", _asked(trace, file, (), out, options)).params
     own = {"--config": chosen["file"] != file, "--out": chosen["out"] != out, "--set": chosen["settings"] != ()}
     own |= {f"--{key.replace('_', '-')}": chosen[key] for key in ("attach", "dry_run", "overwrite")}
     for option, given in own.items():
         if given:
-            problem = "a sweep starts each, in a folder of its own; its own options come before the --"
-            raise click.UsageError(f"{option} cannot be an option of every replay: {problem}", ctx)
+            problem = "the sweep sets it for each run; options of the sweep come before --"
+            raise click.UsageError(f"{option} cannot be passed to every replay: {problem}", ctx)
     opened(trace, chosen["rate"], chosen["keys"], chosen["seed"], scheduled=chosen["speed"].ratio is not None)
 
 
 def _asked(trace: Path, file: Path, settings: Sequence[str], folder: Path, options: Sequence[str]) -> list[str]:
-    """The arguments of one replay."""
+    """Return the arguments of one replay."""
     chosen = [argument for setting in settings for argument in ("--set", setting)]
     return [str(trace), "--config", str(file), *chosen, "--out", str(folder), *options]
 
@@ -163,8 +162,11 @@ def _asked(trace: Path, file: Path, settings: Sequence[str], folder: Path, optio
 def _replay(
     trace: Path, file: Path, version: Cell, folder: Path, options: Sequence[str], descriptor: int
 ) -> tuple[int, bool]:
-    """One run, its output in a file beside its folder; its exit status, and whether it was to end early, by Ctrl-C or
-    SIGTERM. descriptor: what keeps the sweep's folder, until this run has ended too."""
+    """Make one run, whose output goes to a file beside its folder.
+
+    Returns its exit status, and whether Ctrl-C or SIGTERM ended it early. descriptor: the lock on the sweep's folder,
+    which this run holds too.
+    """
     folder.parent.mkdir(exist_ok=True)
     asked = ["replay", *_asked(trace, file, version.settings, folder, options)]
     with _log_of(folder).open("wb") as log:
@@ -188,7 +190,7 @@ def _replay(
             while True:
                 try:
                     return child.wait(), interrupted
-                except KeyboardInterrupt:  # the replay got it too: it stops sending, and reports what it has
+                except KeyboardInterrupt:  # the replay gets it too, stops sending, and reports what it has
                     interrupted = True
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -207,7 +209,7 @@ def _log_of(folder: Path) -> Path:
 
 def _outcome(status: int, folder: Path) -> str:
     if not (folder / "summary.json").exists():
-        return f"not run (exit status {status}); see {click.format_filename(_log_of(folder))}"
+        return f"it did not run (exit status {status}); see {click.format_filename(_log_of(folder))}"
     s = read_run(folder).summary
     latency = s.latency_ms.from_intended or s.latency_ms.from_sent
     if latency is None:

@@ -1,4 +1,4 @@
-"""`tensorferry top`: a running deployment as it is now, process by process."""
+"""`tensorferry top` shows the processes of a running deployment, again and again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.config import load_deployment, set_option
+from tensorferry.cli.config import config_option, load_deployment, set_option
+from tensorferry.cli.output import console
 from tensorferry.cli.values import Real
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client.client import Client
@@ -23,12 +24,12 @@ from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.replay.results.report import size_text
 
 _BAR = 12
-_PLAIN_WIDTH = 130  #: of a table that goes to a file or a pipe
-_WIDE = 120  #: columns of a terminal from which on there is room for everything
-_NAME = 24  #: letters of a deployment's name, at most
-_HUNDRED = 100  #: of fewer latencies the 99th percentile is the longest
+_PLAIN_WIDTH = 130  #: columns of a table that goes to a file or a pipe
+_WIDE = 120  #: a terminal with so many columns has room for everything
+_NAME = 24  #: the most letters of a deployment's name that are shown
+_HUNDRED = 100  #: the 99th percentile of fewer latencies is the longest of them
 _STATES = {"ready": "green", "waiting": "yellow", "leaving": "yellow", "quarantined": "red", "gone": "red"}
-#: What a process of each stage has done, by the gauge that counts it.
+#: By stage: the gauge that counts its work, and the word for that work.
 _WORK = {"tokenizer": ("requests_ok", "requests"), "encoder": ("encoded_items", "items")}
 
 
@@ -43,16 +44,18 @@ class Look:
 
 
 @click.command()
-@click.option("--config", "file", required=True, type=click.Path(path_type=Path), help="The deployment file.")
+@config_option
 @set_option
-@click.option("--every", "every_s", type=Real(0.1, 86_400), default=1.0, show_default=True, help="Seconds.")
-@click.option("--once", is_flag=True, help="Print it once, with the rates of one period, and end.")
+@click.option(
+    "--every", "every_s", type=Real(0.1, 86_400), default=1.0, show_default=True, help="The period, in seconds."
+)
+@click.option("--once", is_flag=True, help="Print one table, with the rates of one period, and end.")
 def command(file: Path, settings: tuple[str, ...], every_s: float, once: bool) -> None:
     """Watch the running deployment of FILE: rates, latencies, requests in flight, queues, pools. Ctrl-C ends it.
 
-    Rates are of the last period, latencies of the last minute, from a request's arrival to its answer; what encoders
-    and schedulers say is as old as their last heartbeat. It fits 80 columns of 24 lines; from 120 columns on there is
-    more. To a file or a pipe goes one table a period, below the other.
+    Rates cover the last period. Latencies cover the last minute, from a request's arrival to its answer. The numbers of
+    encoders and schedulers are as old as their last heartbeat. The table fits 80 columns and 24 lines, and shows more
+    from 120 columns on. A file or a pipe gets one table a period.
     """
     try:
         asyncio.run(_watch(load_deployment(file, settings), every_s, once))
@@ -61,30 +64,30 @@ def command(file: Path, settings: tuple[str, ...], every_s: float, once: bool) -
 
 
 async def _watch(deployment: Deployment, every_s: float, once: bool) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    out = console(_PLAIN_WIDTH)
     async with Client.connect(deployment, timeout_s=deployment.timeouts.start_s) as client:
         before = Look(await client.refresh(), time.monotonic())
-        while once or not console.is_terminal:
+        while once or not out.is_terminal:
             await asyncio.sleep(every_s)
             now = Look(await client.refresh(), time.monotonic())
-            console.print(view(deployment.name, before, now, console.width))
+            out.print(view(deployment.name, before, now, out.width))
             sys.stdout.flush()
             if once:
                 return
             before = now
         now = before
-        with Live(console=console, auto_refresh=False) as live:
+        with Live(console=out, auto_refresh=False) as live:
             while True:
-                shown = view(deployment.name, before, now, console.width, console.height)
+                shown = view(deployment.name, before, now, out.width, out.height)
                 live.update(shown, refresh=True)
                 await asyncio.sleep(every_s)
                 before, now = now, Look(await client.refresh(), time.monotonic())
 
 
 def view(name: str, before: Look, now: Look, width: int, height: int | None = None) -> RenderableType:
-    """A line for the whole deployment, and one for each process: for so many columns (80 or more) and lines.
+    """Draw a line for the whole deployment, and one for each process, for this many columns (80 or more) and lines.
 
-    height: None for as many as there are processes. Where they do not fit, those that are not ready come first.
+    height: None for one line a process. If they do not fit, processes that are not ready come first.
     """
     wide = width >= _WIDE
     columns = [column for column in _COLUMNS if column.wide in (None, wide)]
@@ -100,19 +103,19 @@ def view(name: str, before: Look, now: Look, width: int, height: int | None = No
         table.add_row(*(column.cell(row) for column in columns))
     notes = []
     if any(0 < now.gauges[_name(member)].get("latency_requests", 0) < _HUNDRED for member in shown):
-        notes.append(f"* the longest, of fewer than {_HUNDRED} requests")
+        notes.append(f"* the longest latency, since there were fewer than {_HUNDRED} requests")
     if hidden := len(now.members) - len(shown):
-        notes.append(f"{hidden} more processes: see --once")
+        notes.append(f"{hidden} more processes are hidden; --once shows all")
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in (_summary(name, before, now), *notes)]
     return Group(lines[0], table, *lines[1:])
 
 
-#: Lines beside those of processes: the summary, two of heads, two notes, and where the cursor is.
+#: Lines that show no process: the summary, two of heads, two notes, and the cursor's.
 _AROUND = 6
 
 
 class Row:
-    """A process, as its cells show it."""
+    """The values of one process that its cells show."""
 
     def __init__(self, member: Member, before: Look, now: Look) -> None:
         self.member, self.name = member, _name(member)
@@ -121,7 +124,7 @@ class Row:
 
 
 class Column(NamedTuple):
-    """What a column says of a process. wide: whether for wide terminals, or for narrow ones; None: for both."""
+    """One column of the table. wide: for wide terminals alone, or for narrow ones alone; None: for both."""
 
     head: str
     cell: Callable[[Row], str | Text]
@@ -138,7 +141,10 @@ def _whole(gauges: dict[str, float], name: str) -> str:
 
 
 def _per_s(member: Member, before: Look, now: Look) -> float | None:
-    """Of the same life of a process: another one counts from zero. None: nothing is known, or counted."""
+    """Return the rate of a process's work, or None if it is unknown or not counted.
+
+    Both counts are of one epoch, since a restarted process counts from zero.
+    """
     process = _name(member)
     if member.stage not in _WORK or before.epochs.get(process) != member.epoch or now.at_s <= before.at_s:
         return None
@@ -156,7 +162,7 @@ def _rate_of_what(row: Row) -> str:
 
 
 def _uptime(row: Row) -> str:
-    """In the largest unit of which there are two or more."""
+    """Return the uptime in the largest unit of which there are two or more."""
     seconds = row.gauges.get("uptime_s")
     if seconds is None:
         return ""
@@ -167,7 +173,7 @@ def _uptime(row: Row) -> str:
 
 
 def _latency(row: Row, name: str, mark: str = "") -> str:
-    """mark: behind it where it is of fewer than a hundred."""
+    """Return a latency; `mark` follows it if it is one of fewer than a hundred."""
     requests = row.gauges.get("latency_requests", 0)
     return f"{row.gauges.get(name, 0.0):.0f}{mark if requests < _HUNDRED else ''}" if requests else ""
 
@@ -177,7 +183,7 @@ def _state(row: Row) -> Text:
 
 
 def _share(row: Row) -> float | None:
-    """Of its pool, what is lent; None: it has none."""
+    """Return the lent share of a process's pool, or None if it has no pool."""
     capacity = row.gauges.get("pool_capacity_nbytes", 0.0)
     return row.gauges.get("pool_lent_nbytes", 0.0) / capacity if capacity else None
 
@@ -214,7 +220,7 @@ def _hits(hits: float, misses: float) -> str:
 
 
 def _summary(name: str, before: Look, now: Look) -> str:
-    """The deployment in a line of up to 80 letters, most of the time."""
+    """Describe the deployment in a line that rarely exceeds 80 letters."""
     rows = [Row(member, before, now) for member in now.members]
     ready = sum(row.member.state == "ready" for row in rows)
 
@@ -229,7 +235,7 @@ def _summary(name: str, before: Look, now: Look) -> str:
     return f"{said}, {failed_and_busy}" + (f", {hits} cache hits" if hits else "")
 
 
-_FULL = 0.9  #: of a pool: what is more is worth a look
+_FULL = 0.9  #: a pool with a larger lent share is shown in red
 _COLUMNS = (
     Column("process", lambda row: row.name, "left"),
     Column("state", _state, "left"),

@@ -1,8 +1,7 @@
-"""`tensorferry trace`: look at a recorded trace, and make smaller or plainer ones of it."""
+"""`tensorferry trace` describes a recorded trace, and writes smaller or plainer traces from it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any, BinaryIO, TypeVar
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.outfile import OutFile
+from tensorferry.cli.output import console, json_option, print_json
 from tensorferry.cli.tracefile import opened, reading_options, trace_argument, window_of, window_options
 from tensorferry.cli.values import Real
 from tensorferry.replay.trace.convert import convert, cut
@@ -25,8 +24,6 @@ from tensorferry.replay.trace.trace_file import Recording, Tally
 from tensorferry.replay.trace.window import Moment, Window
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-PLAIN_WIDTH = 110  #: of a table that goes to a file or a pipe
 
 
 @click.group()
@@ -40,34 +37,29 @@ def _share_option(function: _Command) -> _Command:
         type=Real(0, 1, min_open=True),
         default=1.0,
         show_default=True,
-        help="Keep so much of the conversations, each whole; chosen by --seed.",
+        help="The share of conversations to keep. Each is kept whole, chosen by --seed.",
     )(function)
-
-
-def _json_option(function: _Command) -> _Command:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(function)
 
 
 @command.command("describe")
 @trace_argument
 @reading_options
-@_json_option
+@json_option
 def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: int, as_json: bool) -> None:
-    """What is in TRACE: when its requests come, their tokens and images, and what a replay would invent."""
+    """Describe TRACE: when its requests come, their tokens and images, and what a replay would invent."""
     recording = opened(trace, rate, keys, seed, scheduled=False)
     survey = recording.survey()
     with closing(recording.in_order(survey)) as requests:
         description = describe(recording, survey, requests)
     if as_json:
-        _print_json(description)
+        print_json(description)
         return
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in _rows(description, recording.scheduled):
         table.add_row(name, Text(value))
-    console.print(table)
+    console().print(table)
 
 
 @command.command("convert")
@@ -76,7 +68,7 @@ def describe_command(trace: Path, rate: float | None, keys: Keys | None, seed: i
 @reading_options
 @window_options
 @_share_option
-@_json_option
+@json_option
 def convert_command(
     trace: Path,
     out: Path | BinaryIO,
@@ -90,7 +82,7 @@ def convert_command(
 ) -> None:
     """Write TRACE to OUT in tensorferry's own format, in the order of time.
 
-    OUT may be -, the standard output; what became of the rows is then said on stderr.
+    OUT may be -, the standard output. The counts of rows then go to stderr.
     """
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()
@@ -105,7 +97,7 @@ def convert_command(
 @reading_options
 @window_options
 @_share_option
-@_json_option
+@json_option
 def cut_command(
     trace: Path,
     out: Path | BinaryIO,
@@ -117,9 +109,9 @@ def cut_command(
     share: float,
     as_json: bool,
 ) -> None:
-    """Write a part of TRACE to OUT: its lines as they are, without those that are broken.
+    """Write a part of TRACE to OUT: its unchanged lines, without broken ones.
 
-    OUT may be -, the standard output; what became of the rows is then said on stderr.
+    OUT may be -, the standard output. The counts of rows then go to stderr.
     """
     recording = opened(trace, rate, keys, seed)
     survey = recording.survey()
@@ -129,9 +121,9 @@ def cut_command(
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What became of the rows of a trace: read = kept + left + dropped."""
+    """The numbers of rows of a trace that were written, left out and dropped: read = kept + left + dropped."""
 
-    out: str  #: as it was named; - is the standard output
+    out: str  #: the path as it was given; - is the standard output
     read: int
     kept: int
     left: int  #: outside the window or the share
@@ -144,20 +136,16 @@ def _selection(recording: Recording, survey: Tally, window: Window, share: float
 
 
 def _report(survey: Tally, selection: Selection, out: Path | BinaryIO, as_json: bool) -> None:
-    beside = not isinstance(out, Path)  # the standard output is the trace's alone
+    beside = not isinstance(out, Path)  # the standard output carries the trace alone
     name = click.format_filename(out) if isinstance(out, Path) else "-"
     written = Written(name, survey.read, selection.kept, selection.left, dict(survey.dropped))
     if as_json:
-        _print_json(written, err=beside)
+        print_json(written, err=beside)
         return
     parts = f"{written.read} read = {written.kept} written + {written.left} left + {survey.dropped.total()} dropped"
     click.echo(f"{name}: {parts}", err=beside)
     for line in _dropped(written.dropped, [f"line {drop.line}: {drop.problem}" for drop in survey.named]):
         click.echo(f"dropped: {line}", err=beside)
-
-
-def _print_json(value: msgspec.Struct, *, err: bool = False) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2), err=err)
 
 
 def _rows(d: Description, scheduled: bool) -> Iterator[tuple[str, str]]:
@@ -170,13 +158,16 @@ def _rows(d: Description, scheduled: bool) -> Iterator[tuple[str, str]]:
     if scheduled:
         yield "times", f"{d.origin} to {d.end}: {d.span_s:.3f} s"
     else:
-        yield "times", "none, only an order; give them with --rate, or replay at --speed max"
+        yield "times", "none, only an order; give times with --rate, or replay at --speed max"
     if d.unit_decided:
         yield "", d.unit_decided
     if d.inversions:
-        yield "order", f"{d.inversions} rows before an earlier one, by {d.largest_fall_s:.3f} s at most; a replay sorts"
+        yield (
+            "order",
+            f"{d.inversions} rows are earlier than the row before, by at most {d.largest_fall_s:.3f} s; replay sorts",
+        )
     if d.glued:
-        yield "", "it looks like recordings one after the other, each from its own start; sorted, they overlap"
+        yield "", "the trace looks like several recordings, each with its own start; sorted, they overlap"
     if scheduled:
         yield from _arrivals(d.arrivals)
     yield "prompt tokens", _spread(d.prompt_tokens)
@@ -218,7 +209,7 @@ def _arrivals(a: Arrivals) -> Iterator[tuple[str, str]]:
 
 def _spread(spread: Spread | None) -> str:
     if spread is None:
-        return "not counted in the trace"
+        return "the trace does not count them"
     return f"mean {spread.mean:.1f}, p50 {spread.p50}, p90 {spread.p90}, p99 {spread.p99}, max {spread.max}"
 
 

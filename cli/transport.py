@@ -1,4 +1,4 @@
-"""From a deployment file to one that may run: its transport decided once, by whoever starts it, and logged."""
+"""The step from a deployment file to a deployment that can run. Its starter decides the transport once, and logs it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ log = structlog.get_logger()
 def load_to_run(
     file: Path, settings: Sequence[str], environ: Mapping[str, str] = os.environ, **bound: object
 ) -> tuple[Deployment, tuple[str, ...]]:
-    """The deployment of FILE, ready to be started: its transport is one of cpu, shm, cuda_ipc and cuda_vmm.
+    """Load the deployment of FILE, and decide its transport: one of cpu, shm, cuda_ipc and cuda_vmm.
 
-    Returns settings with it, which make the same deployment of FILE in every stage. Sets up this process's log (with
-    `bound` on every line) and tells it of deprecated settings, of the transport and of every one refused.
-    Raises ConfigError.
+    Returns it with settings that make the same deployment of FILE in every stage. Sets up this process's log, with
+    `bound` on every line, and logs deprecated settings, the transport, and every transport refused. Raises
+    ConfigError.
     """
     deprecations: list[Deprecation] = []
     deployment = load_deployment(file, settings, environ=environ, tell=deprecations.append, plugins=True)
@@ -57,10 +57,10 @@ def load_to_run(
 
 
 def settle(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> Deployment:
-    """The deployment with its transport decided, by what this machine can do. Logs the decision.
+    """Decide the deployment's transport by what this machine can do, and log the decision.
 
-    Looks for CUDA, which takes half a second in a process of its own, only where the decision may need it. Raises
-    ConfigError where the deployment explicitly asks for what will not work.
+    Looks for CUDA, which takes half a second in a process of its own, only if the decision may need it. Raises
+    ConfigError if the deployment explicitly asks for a transport that cannot work.
     """
     wanted = wanted_by(deployment)
     may_need_cuda = wanted.transport in ("auto", *GPU_TRANSPORTS) or (wanted.transport == "shm" and wanted.gpus_named)
@@ -73,7 +73,10 @@ def settle(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> D
 
 
 def wanted_by(deployment: Deployment) -> Wanted:
-    """What the policy must know of a deployment. Asks the model only what may matter: a plug-in is imported for it."""
+    """Return what the transport policy needs to know of a deployment.
+
+    The model is asked only what may matter, since a plug-in is imported for it.
+    """
     adapter = deployment.model.adapter
     vmm = deployment.transport == "cuda_vmm" or (deployment.transport == "auto" and deployment.nodes > 1)
     return Wanted(
@@ -89,9 +92,9 @@ def wanted_by(deployment: Deployment) -> Wanted:
 
 
 def _tell(decision: Decision, facts: Facts, deployment: Deployment, naming: list[str]) -> None:
-    """A line for every rung that was refused, which is news only where there is a GPU, and one for the outcome.
+    """Log a line for every transport refused, as a warning only if there is a GPU, and a line for the outcome.
 
-    deployment: as it was decided. naming: the keys that name GPUs, also where none is used.
+    deployment: as it was decided. naming: the keys that name GPUs, even if none is used.
     """
     tell = log.warning if facts.has_gpu else log.info
     for refusal in decision.refusals:
@@ -111,7 +114,7 @@ def _tell(decision: Decision, facts: Facts, deployment: Deployment, naming: list
 
 
 def _budget(deployment: Deployment, stage: str, total_mb: int, each_nbytes: int) -> Budget:
-    """Of the pools that the processes of a stage have."""
+    """Return the budget of the pools of a stage's processes."""
     ranks = ranks_of(deployment)[stage]
     gpus = (device_of(deployment, stage, rank) for rank in range(ranks))
     return Budget(total_mb, each_nbytes // MIB, ranks, tuple(gpu for gpu in gpus if gpu is not None))

@@ -1,4 +1,4 @@
-"""Values of options that commands share, refused with the option's name where they are out of bounds."""
+"""Option types that commands share. A value out of bounds is refused with the option's name."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class Real(click.FloatRange):
 
 
 class Words(click.types.StringParamType):
-    """Text that can be sent: UTF-8."""
+    """Text that can be sent, so UTF-8."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value)
         try:
             text.encode()
-        except UnicodeEncodeError as problem:  # an argument that is no UTF-8 has surrogates for its bytes
-            self.fail(f"not UTF-8 from character {problem.start} on", param, ctx)
+        except UnicodeEncodeError as problem:  # bytes of an argument that are not UTF-8 became surrogates
+            self.fail(f"it is not UTF-8 from character {problem.start} on; give UTF-8 text", param, ctx)
         return text
 
 
 class Folder(click.Path):
-    """A folder by its path, which has to be said: Python takes none for the present one."""
+    """A folder by its path. The empty path, which Python takes for the current folder, is refused."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
-            self.fail("'' is no path; name a folder", param, ctx)
+            self.fail("'' is not a path; name a folder", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class InFile(click.Path):
-    """A regular file to read: one that can be read at once, and ends."""
+    """A regular file to read, which has its bytes at once, and an end."""
 
     def __init__(self) -> None:
         super().__init__(exists=True, dir_okay=False, path_type=Path)
@@ -54,5 +54,5 @@ class InFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not stat.S_ISREG(path.stat().st_mode):
-            self.fail(f"{path} is not a regular file", param, ctx)
+            self.fail(f"{path} is not a regular file; name a file with the data", param, ctx)
         return path

@@ -6,7 +6,7 @@ makes the sentence. `RequestError` is the client's fault and is never worth a re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class FerryError(Exception):
@@ -113,6 +113,15 @@ class ConfigErrors(ConfigError):
 def all_of(found: Sequence[ConfigError]) -> ConfigError:
     """One error for one mistake or more."""
     return found[0] if len(found) == 1 else ConfigErrors(*found)
+
+
+def leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
+    """Return the exceptions of a group, and of the groups in it, in their order."""
+    for problem in group.exceptions:
+        if isinstance(problem, ExceptionGroup):
+            yield from leaves(problem)
+        else:
+            yield problem
 
 
 class ReportError(FerryError):

@@ -20,14 +20,14 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from tensorferry.codecs.errors import DeploymentError, FerryError
+from tensorferry.codecs.errors import DeploymentError, FerryError, leaves
 
 log = structlog.get_logger()
 
@@ -204,7 +204,7 @@ def run_process(
     except ExceptionGroup as group:
         if group.split(FerryError)[1] is not None:  # a bug is among them
             raise
-        return life.failed(*_leaves(group))
+        return life.failed(*leaves(group))
     finally:
         faulthandler.cancel_dump_traceback_later()
         if life.orphaned:
@@ -334,11 +334,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:  # it is not made for every platform
         return asyncio.new_event_loop
     return new_event_loop
-
-
-def _leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
-    for problem in group.exceptions:
-        if isinstance(problem, ExceptionGroup):
-            yield from _leaves(problem)
-        else:
-            yield problem

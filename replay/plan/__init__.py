@@ -1,1 +1,1 @@
-"""How large a pool has to be, from one replay."""
+"""The plan of a pool's size, made from one replay."""

@@ -1,7 +1,7 @@
-"""What a tokenizers' pool of another size would have done: the pool's own ledger, against times that are known.
+"""The fallbacks that a tokenizers' pool of another size would have had: the pool's own ledger runs on known times.
 
-Nothing is sent and no memory is taken. How long each item keeps its place is taken from a run; it is the same for every
-budget, although an item that goes inline takes a little longer to send.
+Nothing is sent and no memory is allocated. A run says how long each item keeps its place. That time is the same for
+every budget, although an item that goes inline takes a little longer to send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tensorferry.codecs.pool.ledger import Grant, Ledger
 
 MIB = 1 << 20
 MOST_MB = (1 << 20) - 1  #: a proxy's offset is below 1 TiB
-_POINTS = 24  #: budgets that are tried for the curve
+_POINTS = 24  #: how many budgets are tried for the curve
 _ENDED, _OVERDUE, _CAME = 0, 1, 2  # in this order at one instant: room is made before it is asked for
 
 
@@ -36,24 +36,24 @@ class Visit(NamedTuple):
 
     at_ns: int
     worker: int  #: the tokenizer worker, each with a pool of its own
-    stays: tuple[Stay, ...]  #: of the items that are large enough for a pool
+    stays: tuple[Stay, ...]  #: one for each item that is large enough for a pool
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What a deployment says of its tokenizers' pools, but for their size."""
+    """The settings of a deployment's tokenizer pools, without their size."""
 
     workers: int
     slots: int
-    wait_ns: int = 0  #: how long a request waits for room at most; 0: items go inline at once
+    wait_ns: int = 0  #: the longest time that a request waits for room; 0: items go inline at once
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What would have come of one budget."""
+    """The outcome of one budget."""
 
     budget_mb: int
     items: int
-    fallbacks: int  #: items that would have gone inline for want of room
-    peak_nbytes: int  #: the most that would have been lent at once, in all pools together
+    fallbacks: int  #: items that would have gone inline because no pool had room
+    peak_nbytes: int  #: the most bytes that would have been lent at once, in all pools together
 
     @property
     def share(self) -> float:
@@ -61,7 +61,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 def forecast(visits: Sequence[Visit], rules: Rules, budget_mb: int) -> Forecast:
-    """What a budget, in MiB for all workers together, would have done. visits: in any order."""
+    """Run the ledger with a budget, in MiB for all workers together. visits: in any order."""
     pools = [_Pool(budget_mb // rules.workers * MIB, rules.slots) for _ in range(rules.workers)]
     waiting: list[deque[tuple[int, Visit]]] = [deque() for _ in pools]
     number = count()
@@ -85,7 +85,7 @@ def forecast(visits: Sequence[Visit], rules: Rules, budget_mb: int) -> Forecast:
         now_ns, kind, _, subject = heappop(events)
         if isinstance(subject, Visit):
             line = waiting[subject.worker]
-            if kind == _OVERDUE:  # it goes as it is, unless it has gone
+            if kind == _OVERDUE:  # it goes now, unless it has gone before
                 overdue = [entry for entry in line if entry[1] is subject]
                 for entry in overdue:
                     line.remove(entry)
@@ -107,7 +107,7 @@ def forecast(visits: Sequence[Visit], rules: Rules, budget_mb: int) -> Forecast:
 
 
 class _Pool:
-    """A ledger whose leases nobody acknowledges: they are over when we say so."""
+    """A ledger whose leases `end` ends, since nobody acknowledges them."""
 
     def __init__(self, nbytes: int, slots: int) -> None:
         self._ledger = Ledger(nbytes, slots)
@@ -137,17 +137,20 @@ class _Pool:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Which budget is enough for what, in MiB for all workers together."""
+    """The budgets that are enough, in MiB for all workers together."""
 
     curve: list[Forecast]  #: by budget, from one that holds the largest item to one that holds everything
-    under_1_percent_mb: int | None  #: with fallbacks under 1 %; None: slots run out first
-    under_01_percent_mb: int | None  #: under 0.1 %
-    peak_nbytes: int  #: the most that is lent at once where there is room for everything
+    under_1_percent_mb: int | None  #: the least with fallbacks under 1 %; None: slots run out first
+    under_01_percent_mb: int | None  #: the least with fallbacks under 0.1 %
+    peak_nbytes: int  #: the most bytes lent at once if there is room for everything
 
 
 def plan(visits: Sequence[Visit], rules: Rules) -> Plan:
-    """Try budgets. The least ones are found by halving, which takes it that a larger pool never falls back more: so it
-    is but for a few items, as where a hole is depends on what came before."""
+    """Try budgets, and find the least ones by bisection.
+
+    Bisection assumes that a larger pool never has more fallbacks. That holds but for a few items, since the places of
+    free holes depend on earlier items.
+    """
     most = forecast(visits, rules, MOST_MB)  # a ledger of any size costs nothing
     peak_nbytes = most.peak_nbytes
     largest = max((stay.nbytes for visit in visits for stay in visit.stays), default=0)
@@ -174,6 +177,6 @@ def plan(visits: Sequence[Visit], rules: Rules) -> Plan:
 
 
 def _spread(least_mb: int, most_mb: int) -> list[int]:
-    """Budgets with equal ratios between them, and both ends."""
+    """Return budgets with equal ratios between them, both ends included."""
     spread: list[int] = np.unique(np.geomspace(least_mb, most_mb, _POINTS).round().astype(int)).tolist()
     return spread

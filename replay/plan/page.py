@@ -1,4 +1,4 @@
-"""The page of a plan: fallbacks by budget."""
+"""The page of a plan, which shows fallbacks by budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensorferry.replay.results.html import charts, page
 
 
 def report(plan: Plan, title: str, answers: Sequence[str]) -> bytes:
-    """The page. answers: sentences, as the terminal has them. Raises ReportError without matplotlib."""
+    """Make the page. answers: the sentences that the terminal shows. Raises ReportError without matplotlib."""
     budgets = [found.budget_mb for found in plan.curve]
     shares = [100 * found.share for found in plan.curve]
     lines = {"under 1 %": plan.under_1_percent_mb, "under 0.1 %": plan.under_01_percent_mb}
@@ -17,7 +17,7 @@ def report(plan: Plan, title: str, answers: Sequence[str]) -> bytes:
     figure = page.plot(
         "curve",
         "Fallbacks by pool.budget_mb",
-        "Which part of the items would go inline for want of room.",
+        "The share of the items that would go inline because the pool has no room.",
         charts.curve(budgets, shares, "MiB", "% of items", marked),
     )
     rows = [[found.budget_mb, found.fallbacks, found.items, f"{found.share:.2%}"] for found in plan.curve]

@@ -1,7 +1,7 @@
-"""When items come to tokenizers' pools and how long they keep their place, as a run has shown.
+"""The times at which a run's items came to the tokenizers' pools, and how long they kept their places.
 
-An item keeps its place until the encoder rank has read it: as the call of the model begins, which copies what it takes
-together; or where an item is alone in its call, as that ends, since it is then encoded where it lies.
+An item keeps its place until the encoder rank has read it. A call of the model copies its items together as it begins.
+An item that is alone in its call is encoded in place, so it is read when the call ends.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ MS = 1_000_000
 
 
 class Measured(NamedTuple):
-    """What a run says of its items' stays, and of how many it says less than it could."""
+    """The stays of a run's items, and how many of them are known only in part."""
 
     visits: list[Visit]
-    items: int  #: that were in a pool, or should have been
-    until_collected: int  #: of these, whose encoder has not said when it read them: kept until `collected`, it is taken
-    unplanned: int  #: requests that are taken to have asked for room when they were `received`
+    items: int  #: how many were in a pool, or should have been
+    until_collected: int  #: those without a time of reading; they are assumed to stay until `collected`
+    unplanned: int  #: requests that are assumed to have asked for room when they were `received`
 
 
 def measured(run: Run, workers: int) -> Measured:
-    """The visits of a run's requests, of those that were ok.
+    """Return the visits of a run's requests that were ok.
 
-    Where it was not recorded when an item was read, or a request planned, the nearest mark around that counts: the stay
-    is then longer than it was, and so is never planned too short. Raises ReportError where the run has no request with
-    an item for a pool, or lacks those marks too.
+    If a run lacks the time at which an item was read, or a request planned, the nearest mark outside the stay counts,
+    so no stay is planned too short. Raises ReportError if the run has no request with an item for a pool, or lacks
+    those marks too.
     """
     rows = [row for row in run.ok if any(map(run.pooled, row.items))]
     if not rows:
@@ -48,7 +48,7 @@ def measured(run: Run, workers: int) -> Measured:
             stays: list[Stay] = []
             for item in filter(run.pooled, row.items):
                 read = f"{READ}{item.rank}"
-                # Embeddings that came with the request are read by the scheduler.
+                # The scheduler, not an encoder, reads embeddings that came with the request.
                 until_collected += item.rank >= 0 and read not in marks
                 left_ms = marks[read] if read in marks else marks["collected"]
                 stays.append(Stay(item.nbytes, max(0, round((left_ms - asked_ms) * MS))))
@@ -61,7 +61,7 @@ def measured(run: Run, workers: int) -> Measured:
 
 
 def _doors(sent: Sequence[Row], wanted: Sequence[Row], workers: int) -> Iterable[int]:
-    """Which worker each of the wanted rows went to: the client gives a request to the one with the fewest."""
+    """Return the worker of each of the wanted rows. The client gives a request to the worker with the fewest."""
     in_flight: list[list[float]] = [[] for _ in range(workers)]
     chosen: dict[tuple[int, int], int] = {}
     for row in sent:

@@ -1,4 +1,4 @@
-"""Several runs side by side: repeats put together, and what each way of running was better or worse at."""
+"""The comparison of several runs: repeats are one group, and each group is better or worse than the first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tensorferry.replay.results.confidence import Estimate, Repeats
 from tensorferry.replay.results.result_folder import Run, read_run
 from tensorferry.replay.results.time_series import Floats
 
-#: Settings that say where a deployment is, and not what it is like.
+#: Settings that say where a deployment is, but not how it behaves.
 _PLACES = ("name", "runtime_dir")
-#: What of a run, beside the deployment's settings, makes it another one.
+#: Options of a replay that, like the deployment's settings, keep runs from being repeats.
 _OPTIONS = ("speed", "concurrency", "limit", "sessions", "seed")
-_DEPTH = 3  #: folders of folders that runs are looked for in
+_DEPTH = 3  #: how many levels of folders are searched for runs
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """A number of each way of running."""
+    """A number that each group has."""
 
     key: str
     name: str
@@ -45,7 +45,7 @@ METRICS = (
 class Group(msgspec.Struct, frozen=True):
     """Repeats: runs of the same settings and options."""
 
-    name: str  #: what it has that others have not, such as `pool.budget_mb=256`
+    name: str  #: the settings in which the groups differ, such as `pool.budget_mb=256`
     runs: list[Run]
 
     @property
@@ -54,39 +54,39 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A metric of a group: the mean of its runs' values. Latency in seconds; shares from 0 to 1."""
+    """A metric of a group, the mean of its runs' values. Latencies are in seconds, shares from 0 to 1."""
 
     estimate: Estimate
-    change: Estimate | None  #: from the first group, as a part of its value; None for itself, or where that is 0
-    verdict: str  #: better, worse; empty where the interval cannot tell
+    change: Estimate | None  #: from the first group, relative to its value; None for itself, or if that is 0
+    verdict: str  #: better or worse; empty if the interval cannot tell
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A group, as a table has it."""
+    """A group as one line of a table."""
 
     name: str
     folders: list[str]
-    values: dict[str, Value]  #: by the key of the metric; those that the group has
+    values: dict[str, Value]  #: the group's values by the key of the metric
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    lines: list[Line]  #: the first is what the others are compared with
+    lines: list[Line]  #: all are compared with the first
     warnings: list[str]
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs in these folders, or in folders in them, in the order of their names. Raises ReportError for none."""
+    """Read the runs in these folders and the folders in them, by name. Raises ReportError if a folder has none."""
     found: list[Run] = []
     for folder in folders:
         here = list(_folders_of_runs(folder, _DEPTH))
         if not here:
-            raise ReportError(str(folder), "no run is in it; name folders that `replay --out` or `sweep` has written")
+            raise ReportError(str(folder), "it has no run; name folders that `replay --out` or `sweep` wrote")
         found += map(read_run, here)
     return list({run.folder.resolve(): run for run in found}.values())
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Repeats together, in the order in which each way of running comes first."""
+    """Group repeats, in the order of each group's first run."""
     settings = [_settings(run) for run in runs]
     keys = list(dict.fromkeys(key for one in settings for key in one))
     differing = [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
@@ -97,7 +97,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def compare(groups: Sequence[Group]) -> Comparison:
-    """Every metric of every group, with its change from the first one."""
+    """Compute every metric of every group, with its change from the first group."""
     base = _measured(groups[0].runs)
     lines = []
     for number, group in enumerate(groups):
@@ -112,7 +112,7 @@ def compare(groups: Sequence[Group]) -> Comparison:
 
 
 def _measured(runs: Sequence[Run]) -> dict[str, Repeats]:
-    """Each metric by its key, with the values of those runs that have it."""
+    """Return each metric by its key, with the values of the runs that have it."""
     numbers = [_numbers(run) for run in runs]
     found: dict[str, Repeats] = {}
     for metric in METRICS:
@@ -123,7 +123,7 @@ def _measured(runs: Sequence[Run]) -> dict[str, Repeats]:
 
 
 def _numbers(run: Run) -> dict[str, float]:
-    """The metrics of one run, by their keys: those that it has."""
+    """Return the metrics that one run has, by their keys."""
     summary = run.summary
     numbers = {"ok_per_s": summary.per_second.ok or 0.0}
     latency = summary.latency_ms.from_intended if run.scheduled else summary.latency_ms.from_sent
@@ -148,7 +148,7 @@ def _warnings(groups: Sequence[Group]) -> Iterator[str]:
     if len({run.summary.trace.sha256 for run in runs}) > 1:
         yield "the runs are of different traces"
     elif len({run.summary.run.payload_sha256 for run in runs}) > 1:
-        yield "the runs did not send the same: their payloads differ"
+        yield "the runs did not send the same requests: their payloads differ"
     yield from _elsewhere(runs)
     for run in runs:
         s = run.summary.run
@@ -159,13 +159,13 @@ def _warnings(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         count = min((len(latencies) for latencies in group.latencies_s if len(latencies)), default=0)
         if 0 < count < 100:
-            yield f"{group.name}: p99 of {count} latencies is their maximum, and its interval knows of nothing above it"
+            yield f"{group.name}: p99 of {count} latencies is their maximum, so its interval covers nothing above it"
     if any(len(group.runs) == 1 for group in groups):
-        yield "one run says nothing of how runs differ, so it has no intervals and no verdict; repeat it"
+        yield "one run does not show how runs differ, so it has no interval and no verdict; repeat it"
 
 
 def _elsewhere(runs: Sequence[Run]) -> Iterator[str]:
-    """What else than their settings may make runs differ: machines, versions, and how these counted."""
+    """Name the differences of machines, versions and ways of counting, which may make runs differ too."""
     facts = [dict(run.summary.machine.facts()) if run.summary.machine is not None else None for run in runs]
     versions = [run.summary.tensorferry for run in runs]
     for name in dict.fromkeys(name for one in facts if one is not None for name in one):
@@ -180,7 +180,7 @@ def _elsewhere(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _differing(name: str, runs: Sequence[Run], values: Sequence[str | None]) -> Iterator[str]:
-    """values: of each run; None: it is not known."""
+    """Say if runs have different values. values: one for each run; None: unknown."""
     having: dict[str, list[Run]] = {}
     for run, value in zip(runs, values, strict=True):
         if value is not None:
@@ -191,7 +191,7 @@ def _differing(name: str, runs: Sequence[Run], values: Sequence[str | None]) -> 
 
 
 def _some(runs: Sequence[Run]) -> str:
-    """Their folders; of many the first."""
+    """Return the folders of the runs, or the first three of many."""
     shown = ", ".join(str(run.folder) for run in runs[:3])
     return shown if len(runs) <= 3 else f"{shown} and {len(runs) - 3} more"
 
@@ -206,7 +206,7 @@ def _folders_of_runs(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """All that may make a run another one, flat: `pool.budget_mb`."""
+    """Return all settings and options that keep runs from being repeats, with flat keys such as `pool.budget_mb`."""
     s = run.summary.run
     flat = dict(_flat(s.config, ""))
     for key in _PLACES:
@@ -231,5 +231,5 @@ def _folder_name(runs: Sequence[Run]) -> str:
 
 
 def pooled_latencies(group: Group) -> Floats:
-    """Of all its runs together, in seconds."""
+    """Return the latencies of all runs of a group together, in seconds."""
     return np.concatenate(group.latencies_s)

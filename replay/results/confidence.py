@@ -1,7 +1,7 @@
-"""How sure a number of several runs is: Student's t interval over the runs' own values.
+"""Confidence intervals over several runs: Student's t interval over the runs' own values.
 
-Requests of one run wait for each other, so they say little of what another run would have had. Only how runs differ
-counts, and a single run says nothing of that.
+Requests of one run wait for each other, so they predict little of another run. Only the differences between runs count,
+and a single run shows none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _T_95 = {
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A number and between what it lies with 95 % confidence; without bounds where nothing says so."""
+    """A number with its 95 % confidence interval; it has no bounds if nothing determines them."""
 
     value: float
     low: float | None = None
@@ -30,14 +30,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def sign(self) -> int:
-        """1 or -1 where it is surely above or below 0; else 0."""
+        """1 or -1 if the whole interval is above or below 0; else 0."""
         if self.low is None or self.high is None:
             return 0
         return (self.low > 0) - (self.high < 0)
 
 
 class Repeats(msgspec.Struct, frozen=True):
-    """A number, never below 0 and never above `most`, as each of several runs has it. values: at least one."""
+    """The values of a number in several runs, all from 0 to `most`. values: at least one."""
 
     values: tuple[float, ...]
     most: float = math.inf
@@ -48,16 +48,16 @@ class Repeats(msgspec.Struct, frozen=True):
 
     @property
     def estimate(self) -> Estimate:
-        """Of their mean."""
+        """The mean with its interval."""
         if len(self.values) < 2:
             return Estimate(self.mean)
         half = t_95(len(self.values) - 1) * math.sqrt(self._mean_variance)
         return Estimate(self.mean, max(0.0, self.mean - half), min(self.most, self.mean + half))
 
     def relative_to(self, base: Repeats) -> Estimate | None:
-        """By which part its mean is more than the mean of others, which ran apart from it; None: than nothing.
+        """Return the relative change of the mean from that of independent other runs; None if theirs is 0.
 
-        The error of a ratio to first order (the delta method), with the degrees of freedom of Welch's test.
+        The interval has the first-order error of a ratio (delta method) and the degrees of freedom of Welch's test.
         Source: B. L. Welch, "The generalization of 'Student's' problem when several different population variances are
         involved" (1947).
         """
@@ -80,9 +80,9 @@ class Repeats(msgspec.Struct, frozen=True):
 
 
 def t_95(freedom: float) -> float:
-    """How many standard errors a 95 % interval reaches to each side. freedom: degrees of freedom, at least 1.
+    """Return how many standard errors a 95 % interval reaches to each side. freedom: degrees of freedom, at least 1.
 
-    From a table, as scipy, which has it for any number, would be a large dependency for this alone.
+    The value comes from a table, since scipy would be a large dependency for this alone.
     """
     known = list(_T_95)
     return _T_95[known[max(0, bisect_right(known, freedom + 1e-9) - 1)]]

@@ -1,4 +1,4 @@
-"""The machine a replay ran on, and the versions it ran with: what makes equal runs come out differently."""
+"""The machine of a replay and its versions, which may make equal runs differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _GIB = 1 << 30
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What is empty or 0 is not there, or this system does not say it."""
+    """Facts of a machine. An empty value or 0 means that it is absent, or that this system does not say it."""
 
-    host: str = ""  #: as the system calls itself; no name server is asked
+    host: str = ""  #: the system's own name; no name server is asked
     cpu: str = ""
-    cpus: int = 0  #: that the process may run on
+    cpus: int = 0  #: how many the process may run on
     memory_nbytes: int = 0  #: of the node
     gpus: tuple[str, ...] = ()  #: a name for each that NVIDIA's driver shows here
     kernel: str = ""
@@ -29,7 +29,7 @@ class Machine(msgspec.Struct, frozen=True):
     torch: str = ""  #: of the installed package, which need not have been used
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Names and what they are, for people; those that are known."""
+        """Return the known facts as pairs of name and text."""
         gpus = [f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus)]
         values = {
             "host": self.host,
@@ -45,7 +45,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def this_machine(root: Path = Path("/")) -> Machine:
-    """root: where /proc is. Nothing is imported, started or asked over a network for it."""
+    """Read the facts of this machine. root: the folder of /proc. Nothing is started or asked over a network."""
     cpu = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
     # Source: the NVIDIA driver's README, "The /proc Interface".
@@ -54,7 +54,7 @@ def this_machine(root: Path = Path("/")) -> Machine:
     names = (re.search(r"^Model:\s*(.+)$", _text(file), re.MULTILINE) for file in shown)
     return Machine(
         host=socket.gethostname(),
-        cpu=cpu[1].strip() if cpu else platform.machine(),  # Arm's has no such line
+        cpu=cpu[1].strip() if cpu else platform.machine(),  # an Arm machine has no such line
         cpus=len(os.sched_getaffinity(0)),
         memory_nbytes=int(memory[1]) << 10 if memory else 0,
         gpus=tuple(name[1].strip() for name in names if name),

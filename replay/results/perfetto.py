@@ -1,4 +1,4 @@
-"""A run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: requests as slices, gauges as counters.
+"""A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: requests are slices, gauges are counters.
 
 Source: "Trace Event Format", Google, in its JSON object form: complete events (X) and counters (C), in microseconds.
 """
@@ -15,13 +15,13 @@ from tensorferry.replay.results.result_folder import Row, Run
 from tensorferry.replay.results.time_series import sampled, slowest, spans
 
 MOST_REQUESTS = 2000
-SLOWEST = 100  #: of these, the slowest are always among them
+SLOWEST = 100  #: so many of the slowest are always among them
 
-_REQUESTS, _GAUGES = 1, 2  # process ids, in a file that has no real ones
+_REQUESTS, _GAUGES = 1, 2  # process ids of this file, which has no real ones
 
 
 def perfetto(run: Run) -> Iterator[bytes]:
-    """The file, in pieces."""
+    """Encode the file, piece by piece."""
     encode = msgspec.json.Encoder().encode
     yield b'{"displayTimeUnit":"ms","traceEvents":[\n'
     for number, event in enumerate(_events(run)):
@@ -47,7 +47,7 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _chosen(run: Run) -> list[Row]:
-    """All where there are few; else the slowest, and of the others evenly."""
+    """Choose all requests if there are few; else the slowest, and an even sample of the others."""
     if len(run.rows) <= MOST_REQUESTS:
         return run.rows
     chosen = {(row.line, row.turn) for row in slowest(run, SLOWEST)}
@@ -56,7 +56,7 @@ def _chosen(run: Run) -> list[Row]:
 
 
 def _in_lanes(run: Run, rows: list[Row]) -> Iterator[tuple[int, Row]]:
-    """Each request with a lane of its own while it lasts: slices of one thread must nest, and these overlap."""
+    """Give each request a lane of its own while it lasts: slices of one thread must nest, but requests overlap."""
     free: list[int] = []
     taken: list[tuple[float, int]] = []
     lanes = 0

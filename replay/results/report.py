@@ -1,8 +1,8 @@
-"""What a replay leaves behind: a table for people, and files for programs, which `folder` reads again."""
+"""The report of a replay: a table for people, and files for programs, which `result_folder` reads again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def write_report(
     start_ns: int,
     samples: Sequence[Sample] = (),
 ) -> None:
-    """Write the files into `folder`, made if need be. Each appears whole or not at all, the summary last."""
+    """Write the files into `folder`, which is made if needed. Each file appears as a whole, the summary last."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (_encode(result) + b"\n" for result in results(outcomes, drops, start_ns))
     write_whole(folder / "results.jsonl", lines)
@@ -49,7 +49,7 @@ def write_report(
 
 
 def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -> Iterator[dict[str, Any]]:
-    """One object for every row read: those sent, in the order of sending, then those dropped."""
+    """Return one object for each row read: first those sent, in the order of sending, then those dropped."""
     first_ns = min((o.request.request.at_ns for o in outcomes), default=0)
     for outcome in outcomes:
         request = outcome.request.request
@@ -90,7 +90,7 @@ def results(outcomes: Sequence[Outcome], drops: Sequence[Drop], start_ns: int) -
 
 
 def _sources(images: Sequence[Image]) -> dict[str, int]:
-    """Where the bytes of a request's images came from."""
+    """Count where the bytes of a request's images came from."""
     data, files = sum(bool(image.data) for image in images), sum(bool(image.path) for image in images)
     return {"in_trace": data, "from_file": files, "invented": len(images) - data - files}
 
@@ -99,20 +99,13 @@ def _sources(images: Sequence[Image]) -> dict[str, int]:
 
 
 def print_report(console: Console, summary: Summary) -> None:
-    """The table, then what the trace did not say, then everything that did not go as it should."""
-    # Text, not str: a table reads "[...]" in a string as markup, and a file may be named so.
-    title = Text(_title(summary))
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in _rows(summary):
-        table.add_row(name, Text(value))
-    console.print(table)
+    """Print the tables, then the dropped and failed requests, then the warnings."""
+    console.print(_fact_table(summary, _rows(summary)))
     console.print(_time_table(summary))
     for note in maxima_notes(summary):
         console.print(note, markup=False, highlight=False)
     if summary.run.speed == "max":
-        console.print("at speed max there is no schedule, so neither intended times nor lateness")
+        console.print("speed max has no schedule, so there are no intended times and no lateness")
     if summary.steps:
         console.print(_step_table(summary))
         for note in step_notes(summary):
@@ -125,31 +118,33 @@ def print_report(console: Console, summary: Summary) -> None:
 
 
 def print_plan(console: Console, summary: Summary) -> None:
-    """What a run would do: `summary` is that of one in which nothing was sent yet."""
+    """Print what a run would do. `summary`: of a run that has sent nothing."""
     s = summary
-    table = Table(title=Text(_title(s)), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
     unsent = sum(reason.count for reason in s.dropped if reason.reason == UNSENT)
-    table.add_row("trace", Text(trace_text(s)))
-    table.add_row("sha256", Text(s.trace.sha256))
-    table.add_row("run", Text(how_text(s)))
-    for name, value in _session_rows(s):
-        table.add_row(name, Text(value))
-    table.add_row("requests", Text(f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"))
-    table.add_row("payload", Text(f"sha256 {s.run.payload_sha256}"))
-    table.add_row("invented", Text(invented_text(s.invented, s.trace)))
-    console.print(table)
+    rows = [("trace", trace_text(s)), ("sha256", s.trace.sha256), ("run", how_text(s)), *_session_rows(s)]
+    rows += [
+        ("requests", f"{s.requests.read} read = {unsent} to send + {s.requests.read - unsent} dropped"),
+        ("payload", f"sha256 {s.run.payload_sha256}"),
+        ("invented", invented_text(s.invented, s.trace)),
+    ]
+    console.print(_fact_table(s, rows))
     for reason in s.dropped:
         if reason.reason != UNSENT:
             console.print(_reason("dropped", reason), markup=False, highlight=False)
     for warning in warnings(s):
         console.print(warning, style="bold red", markup=False, highlight=False)
-    console.print("a dry run: nothing was started and nothing sent")
+    console.print("this was a dry run: nothing was started and nothing was sent")
 
 
-def _title(summary: Summary) -> str:
-    return f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}"
+def _fact_table(summary: Summary, rows: Iterable[tuple[str, str]]) -> Table:
+    # Text, not str: a table reads "[...]" in a string as markup, and file names may contain that.
+    title = Text(f"{Path(summary.trace.file).name} ({summary.trace.format}) through {summary.run.deployment}")
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
 
 
 def trace_text(s: Summary) -> str:
@@ -159,7 +154,7 @@ def trace_text(s: Summary) -> str:
     if s.trace.outside:
         notes.append(f"{s.trace.outside} rows outside --start and --end")
     if s.trace.drawn:
-        notes.append("drawn from statistics, not recorded")
+        notes.append("requests drawn from statistics, not recorded")
     return f"starts at {s.trace.origin}, spans {s.trace.span_s:.3f} s" + "".join(f"; {n}" for n in notes)
 
 
@@ -185,7 +180,7 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
     yield "items", _items(s.items)
     if s.items.fallbacks is not None:
         away = s.items.fallbacks
-        yield "fallbacks", f"{away.items} items ({size_text(away.nbytes)}) went inline for want of room in a pool"
+        yield "fallbacks", f"{away.items} items ({size_text(away.nbytes)}) went inline because a pool had no room"
     pools = [
         f"{name} {size_text(pool.peak_lent_nbytes)} of {size_text(pool.capacity_nbytes)}"
         + (f", full {pool.refused} times" if pool.refused else "")
@@ -196,15 +191,15 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _session_rows(s: Summary) -> Iterator[tuple[str, str]]:
-    """Only where there are later turns: without them the modes are one."""
+    """Describe the session mode, but only if there are later turns: without them all modes are equal."""
     if s.run.sessions == "clock" or not s.run.following:
         return
     means = {"wait": "at their time, once the turn before is answered", "think": "their think time after that answer"}
     yield "sessions", f"{s.run.sessions}: {s.run.following} turns {means[s.run.sessions]}"
     if s.requests.waited:
-        yield "", f"{s.requests.waited} later than recorded, for the turn before"
+        yield "", f"{s.requests.waited} were later than recorded, since they waited for the turn before"
     if s.run.guessed_think_times:
-        yield "", f"{s.run.guessed_think_times} think times with the recorded answer in them, whose length is unknown"
+        yield "", f"{s.run.guessed_think_times} think times include the recorded answer, whose length is unknown"
 
 
 def _items(items: Items) -> str:
@@ -240,18 +235,23 @@ def _time_table(s: Summary) -> Table:
     table.add_column("of each request", no_wrap=True)
     for head in ("p50", "p90", "p99", "max"):
         table.add_column(head, justify="right")
+    for row in time_rows(s):
+        table.add_row(*row)
+    return table
+
+
+def time_rows(s: Summary) -> Iterator[list[str]]:
+    """Return the name, p50, p90, p99 and max in ms of each time of a request."""
     times = [("latency from actual send", s.latency_ms.from_sent)]
     if s.run.speed != "max":
         times.insert(0, ("latency from intended time", s.latency_ms.from_intended))
         times.append(("lateness of sending", s.lateness_ms))
     for name, q in times:
-        values = ["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)]
-        table.add_row(name, *values)
-    return table
+        yield [name, *(["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)])]
 
 
 def maxima_notes(s: Summary) -> Iterator[str]:
-    """Which percentiles of all requests are their maximum, as there are too few of them."""
+    """Name the percentiles of all requests that are their maximum, because there are too few requests."""
     for what, q in (("latencies", s.latency_ms.from_sent), ("sends", s.lateness_ms)):
         if q is not None and q.maxima:
             *others, last = q.maxima
@@ -260,7 +260,7 @@ def maxima_notes(s: Summary) -> Iterator[str]:
 
 
 def step_notes(s: Summary) -> Iterator[str]:
-    """The same of the steps."""
+    """Say the same for the steps."""
     if any("p99" in step.since_sent.maxima for step in s.steps):
         yield "steps: p99 of fewer than 100 requests is their maximum"
 
@@ -291,12 +291,12 @@ def warnings(s: Summary) -> Iterator[str]:
     if s.run.degraded:
         yield (
             f"DEGRADED: sends were late by more than {DEGRADED_LATENESS_MS:g} ms at p99; "
-            "this is not the load that was recorded"
+            "this load is not the recorded one"
         )
     if s.trace.glued:
-        yield "the trace looks like recordings one after the other, each from its own start; sorted, they overlap"
+        yield "the trace looks like several recordings, each with its own start; sorted, they overlap"
     if s.run.interrupted:
-        yield "interrupted: sending stopped before the end of the trace"
+        yield "interrupted: sending stopped before the trace ended"
     if s.run.error:
         yield f"the deployment failed: {s.run.error}"
 

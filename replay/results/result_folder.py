@@ -1,4 +1,4 @@
-"""The folder of `replay --out`, read again: what pages, comparisons and predictions are made of."""
+"""The reader of `replay --out` folders. Pages, comparisons and plans are made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ItemRow(msgspec.Struct, frozen=True):
-    """An item of a request, as far as reports use it."""
+    """The facts of a request's item that reports use."""
 
     rank: int
     grid: tuple[int, int, int]
@@ -25,8 +25,8 @@ class ItemRow(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of results.jsonl. Of a row that was dropped only the first three are set; times are milliseconds from
-    the start of the run."""
+    """A line of results.jsonl. Only the first three are set for a dropped row. Times are milliseconds from the start of
+    the run."""
 
     line: int
     status: str  #: ok, failed, dropped
@@ -44,11 +44,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """All that one replay left."""
+    """The results of one replay."""
 
     folder: Path
     summary: Summary
-    rows: list[Row]  #: of what was sent, in the order of sending
+    rows: list[Row]  #: the requests sent, in the order of sending
     samples: list[Sample]
 
     @property
@@ -57,27 +57,27 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def scheduled(self) -> bool:
-        """Whether its requests had times at which they were due."""
+        """Whether its requests had due times."""
         return self.summary.run.speed != "max"
 
     def latency_ms(self, row: Row) -> float:
-        """From the intended time; from the send, where there was no schedule."""
+        """Return the latency from the intended time, or from the send if there was no schedule."""
         return row.done_ms - (row.intended_ms if self.scheduled else row.sent_ms)
 
     def fell_back(self, item: ItemRow) -> bool:
-        """Whether it went inline for want of room in a pool."""
+        """Return whether it went inline because a pool had no room."""
         least = self.summary.run.pooled_from_nbytes
         return least is not None and item.transport == "inline" and item.nbytes >= least
 
     def pooled(self, item: ItemRow) -> bool:
-        """Whether it went, or should have gone, through a pool."""
+        """Return whether it went, or should have gone, through a pool."""
         return item.transport != "inline" or self.fell_back(item)
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ReportError, naming the file, for what `replay --out` has not written, or not so.
+    """Read a run. Raises ReportError, which names the file, if `replay --out` did not write it so.
 
-    All is of one run, also where another one replaces the folder meanwhile.
+    All data belong to one run, even if another run replaces the folder meanwhile.
     """
     try:
         descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
@@ -95,7 +95,7 @@ def _read(folder: Path, descriptor: int) -> Run:
     try:
         decoded = summary.decode(_bytes(path, descriptor))
     except msgspec.MsgspecError as problem:
-        problem_text = f"not the summary of a replay by this version of tensorferry: {problem}"
+        problem_text = f"this version of tensorferry cannot read it as the summary of a replay: {problem}"
         raise ReportError(str(path), problem_text) from None
     results = folder / "results.jsonl"
     rows = [row for row in _lines(results, descriptor, msgspec.json.Decoder(Row)) if row.status != "dropped"]
@@ -107,7 +107,7 @@ def _read(folder: Path, descriptor: int) -> Run:
 
 
 def _bytes(path: Path, folder: int) -> bytes:
-    """Of a file of that name in an open folder."""
+    """Read the file of that name in an open folder."""
     try:
         with open(os.open(path.name, os.O_RDONLY, dir_fd=folder), "rb") as file:
             return file.read()
@@ -116,7 +116,7 @@ def _bytes(path: Path, folder: int) -> bytes:
 
 
 def _unreadable(path: Path, problem: OSError) -> ReportError:
-    advice = "name a folder that `replay --out` has written"
+    advice = "name a folder that `replay --out` wrote"
     return ReportError(str(path), f"{problem.strerror or problem}; {advice}")
 
 

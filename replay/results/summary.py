@@ -1,4 +1,4 @@
-"""From outcomes to numbers: what summary.json holds and the table shows."""
+"""The numbers of a run, computed from its outcomes. summary.json and the table have them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tensorferry.replay.trace.exact_numbers import NS
 from tensorferry.replay.trace.loaded_trace import Trace
 from tensorferry.replay.workload.prepare import Invented, Preparation
 
-#: Sends later than this at the 99th percentile make a run another load than the recorded one.
+#: If the 99th percentile of lateness is above this, the load of a run was not the recorded one.
 DEGRADED_LATENESS_MS = 500.0
 
 
-#: Why requests of a run that has not started were not sent.
+#: The reason for requests that were not sent because the run had not started.
 UNSENT = "not_started"
 
 
@@ -35,8 +35,8 @@ class Quantiles(msgspec.Struct, frozen=True):
     p90: float
     p99: float
     max: float
-    count: int = 0  #: of how many values; 0: by a version that did not say
-    maxima: list[str] = []  #: the percentiles that are the maximum, as there are too few values: `p99` below 100
+    count: int = 0  #: of how many values; 0: an earlier version did not record it
+    maxima: list[str] = []  #: the percentiles that equal the maximum for want of values: `p99` below 100 values
 
 
 class TraceSummary(msgspec.Struct, frozen=True):
@@ -47,8 +47,8 @@ class TraceSummary(msgspec.Struct, frozen=True):
     span_s: float  #: recorded, from the first request to the last
     inversions: int
     notes: dict[str, int]
-    outside: int  #: good rows before --start, or from --end on; not among those read
-    glued: bool  #: it looks like recordings one after the other, each from its own start
+    outside: int  #: good rows outside --start and --end; not among those read
+    glued: bool  #: whether it looks like several recordings, each with its own start
     drawn: bool  #: drawn from statistics, not recorded
     rate: float | None  #: requests a second that --rate gave to a trace without times
 
@@ -60,19 +60,19 @@ class RunSummary(msgspec.Struct, frozen=True):
     seed: int
     concurrency: int | None
     limit: int | None
-    sessions: str  #: what later turns go by: clock, wait or think
+    sessions: str  #: how later turns are timed: clock, wait or think
     following: int  #: requests that depend on the one before
-    guessed_think_times: int  #: of those, how many think times have the recorded answer in them
-    payload_sha256: str  #: of all that was to be sent
-    command: list[str]  #: what was typed
-    config: dict[str, Any]  #: every setting of the deployment, as its file has them
+    guessed_think_times: int  #: how many of their think times include the recorded answer
+    payload_sha256: str  #: of everything to be sent
+    command: list[str]  #: as typed
+    config: dict[str, Any]  #: every setting of the deployment, with the keys of its file
     pooled_from_nbytes: int | None  #: items of at least so many bytes should travel in a pool; None: none should
-    strict: bool  #: a degraded run is a failed one
+    strict: bool  #: whether a degraded run is a failed one
     duration_s: float  #: from the first due time to the last outcome
     interrupted: bool
     degraded: bool  #: sends were late; see DEGRADED_LATENESS_MS
-    error: str  #: what ended the run early, if something did
-    date: str = ""  #: when it was asked for, in UTC, as ISO 8601 has it; empty: an earlier version's
+    error: str  #: the error that ended the run early, or empty
+    date: str = ""  #: when the command started, in UTC and ISO 8601; empty: an earlier version did not record it
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
@@ -83,8 +83,8 @@ class RequestCounts(msgspec.Struct, frozen=True):
     ok: int
     failed: int
     dropped: int
-    delayed: int  #: of those sent: held back by the ceiling of --concurrency
-    waited: int  #: of those sent: later than recorded, for the answer of the turn before
+    delayed: int  #: those sent that the limit of --concurrency held back
+    waited: int  #: those sent later than recorded because they waited for the answer of the turn before
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -94,23 +94,23 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Of the requests that were ok."""
+    """The latency of the requests that were ok."""
 
     from_intended: Quantiles | None  #: None without a schedule (`--speed max`)
     from_sent: Quantiles | None
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Requests a second, all three over one window. None where less than two requests or a millisecond make no rate.
+    """Requests a second, all three over one window. None if there are less than two requests, or than a millisecond.
 
     The window begins when the first request is due. It ends when the last one is due or sent, or when nine of ten of
-    those that are ok were answered, whichever is later: so no late failure and no single late answer stretches it.
+    those that are ok were answered, whichever is later. So no late failure and no single late answer extends it.
     """
 
     scheduled: float | None  #: due in the window; None without a schedule
     sent: float | None  #: sent in the window
     ok: float | None  #: answered in the window
-    window_s: float | None = None  #: None: an earlier version's rates, each over a span of its own
+    window_s: float | None = None  #: None: an earlier version computed each rate over a span of its own
 
 
 class Carried(msgspec.Struct, frozen=True):
@@ -123,11 +123,11 @@ class Items(msgspec.Struct, frozen=True):
     rows: int
     nbytes: int
     by_transport: dict[str, Carried]
-    fallbacks: Carried | None  #: inline though large enough for a pool; None where inline is the transport
+    fallbacks: Carried | None  #: items that went inline though large enough for a pool; None if the transport is inline
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A mark that the deployment set on the way of its requests, in the order in which they are reached."""
+    """A mark that the deployment sets on its requests. Steps are listed in the order in which requests reach them."""
 
     step: str
     requests: int
@@ -153,8 +153,8 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def exit_status(self) -> int:
-        """0: all that was sent is ok; 3: some failed, or the run ended early; 4: none is ok; 5: all is ok, but
-        strictly it was not the recorded load."""
+        """0: all requests sent are ok; 3: some failed, or the run ended early; 4: none is ok; 5: all are ok, but with
+        --strict the load was not the recorded one."""
         if not self.requests.ok:
             return 4
         if self.requests.failed or self.run.interrupted or self.run.error:
@@ -163,7 +163,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """How a run was set up, as far as the report says it."""
+    """The setup of a run, as the report states it."""
 
     deployment: str
     transport: str
@@ -172,7 +172,7 @@ class Setup(msgspec.Struct, frozen=True):
     concurrency: int | None = None
     limit: int | None = None
     strict: bool = False
-    #: Items of at least so many bytes should travel in a pool; None: inline is how they are meant to travel.
+    #: Items of at least so many bytes should travel in a pool; None: all items should travel inline.
     pooled_from_nbytes: int | None = None
     command: Sequence[str] = ()
     config: Mapping[str, Any] = MappingProxyType({})
@@ -181,7 +181,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 def drops_of(trace: Trace, preparation: Preparation, replay: Replay) -> list[Drop]:
-    """Every row that was read and not sent, in the order of the file."""
+    """Return every row that was read but not sent, in the order of the file."""
     reason = "interrupted" if replay.interrupted else "deployment_failed" if replay.start_ns else UNSENT
     unsent = [Drop(prepared.request.line, reason, "") for prepared in replay.unsent]
     return sorted([*trace.drops, *preparation.drops, *unsent], key=lambda drop: drop.line)
@@ -196,7 +196,7 @@ def summarise(
     pools: Mapping[str, PoolUse] | None = None,
     error: str = "",
 ) -> Summary:
-    """All the numbers of a finished run. The marks are taken to be on the clock the run went by."""
+    """Compute all numbers of a finished run. Assumes that the marks are on the clock of the run."""
     outcomes = replay.outcomes
     ok = [outcome for outcome in outcomes if outcome.status == "ok"]
     failed = [outcome for outcome in outcomes if outcome.status != "ok"]
@@ -264,7 +264,7 @@ def summarise(
 
 
 def quantiles(values_ns: Iterable[int]) -> Quantiles | None:
-    """Milliseconds from nanoseconds; None of nothing."""
+    """Compute quantiles in milliseconds from nanoseconds; None if there are no values."""
     ordered = sorted(values_ns)
     if not ordered:
         return None
@@ -276,7 +276,7 @@ def quantiles(values_ns: Iterable[int]) -> Quantiles | None:
 
 
 def _rates(outcomes: Sequence[Outcome], *, scheduled: bool) -> Rates:
-    """What `Rates` says. A request that is due or sent just as the window ends counts to the time after it."""
+    """Compute the rates. A request that is due or sent exactly as the window ends is not in it."""
     done_ns = sorted(outcome.done_ns for outcome in outcomes if outcome.status == "ok")
     ends_ns = [time for outcome in outcomes for time in (outcome.intended_ns, outcome.sent_ns)]
     ends_ns += done_ns[-(-len(done_ns) * 9 // 10) - 1 :][:1]
@@ -291,7 +291,7 @@ def _rates(outcomes: Sequence[Outcome], *, scheduled: bool) -> Rates:
 
 
 def _reasons(cases: Iterable[tuple[str, int, str]]) -> list[Reason]:
-    """The most frequent first."""
+    """Count the reasons, the most frequent first."""
     counts: Counter[str] = Counter()
     examples: defaultdict[str, list[str]] = defaultdict(list)
     for reason, line, problem in cases:
@@ -322,8 +322,10 @@ def _items(ok: Sequence[Outcome], pooled_from_nbytes: int | None) -> Items:
 
 
 def _steps(ok: Sequence[Outcome], start_ns: int) -> list[Step]:
-    """Steps in the order of the requests that take the most of them: their times alone would not do, since those
-    without images skip some and are fast."""
+    """Compute the steps, in the order of the requests that take the most of them.
+
+    Times alone do not give the order, since requests without images skip steps and are fast.
+    """
     since_sent: defaultdict[str, list[int]] = defaultdict(list)
     since_previous: defaultdict[str, list[int]] = defaultdict(list)
     orders: Counter[tuple[str, ...]] = Counter()
@@ -344,7 +346,7 @@ def _steps(ok: Sequence[Outcome], start_ns: int) -> list[Step]:
 
 
 def _quantiles(values_ns: Iterable[int]) -> Quantiles:
-    """Of at least one value."""
+    """Compute the quantiles of at least one value."""
     found = quantiles(values_ns)
     assert found is not None
     return found

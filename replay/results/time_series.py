@@ -1,4 +1,4 @@
-"""What a run was like over time: numbers for plots, and no plots."""
+"""The course of a run over time, as numbers for plots."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tensorferry.replay.results.result_folder import Row, Run
 Floats = npt.NDArray[np.float64]
 
 MOST_BINS = 90
-MOST_POINTS = 400  #: of a line: more than a screen shows of a small plot
+MOST_POINTS = 400  #: points of a line, more than a screen shows of a small plot
 _WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
 ARRIVAL, FAILED, UNSENT = "answer", "failed later", "not sent yet"
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A part of a request's way."""
+    """A part of a request's path."""
 
     name: str
     start_ms: float
@@ -30,14 +30,14 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Bins(msgspec.Struct, frozen=True):
-    """Equal stretches of a run."""
+    """Equal intervals of a run."""
 
     width_s: float
     edges_s: Floats
 
     @classmethod
     def of(cls, duration_s: float, most: int = MOST_BINS) -> Bins:
-        """At most `most` of them, of a width that people count in."""
+        """Make at most `most` of them, with a round width."""
         wanted = duration_s / most
         width = next((width for width in _WIDTHS_S if width >= wanted), _WIDTHS_S[-1] * np.ceil(wanted / _WIDTHS_S[-1]))
         count = max(1, int(np.ceil(duration_s / width)))
@@ -48,7 +48,7 @@ class Bins(msgspec.Struct, frozen=True):
         return len(self.edges_s) - 1
 
     def place(self, times_s: Floats) -> npt.NDArray[np.intp]:
-        """The bin of each time; what lies beyond an end is in the last one there."""
+        """Return the bin of each time. A time outside all bins is in the nearest one."""
         return np.clip((times_s / self.width_s).astype(np.intp), 0, self.count - 1)
 
     def counts(self, times_s: Floats, weights: Floats | None = None) -> Floats:
@@ -56,35 +56,33 @@ class Bins(msgspec.Struct, frozen=True):
 
 
 def seconds(rows: Sequence[Row], name: str) -> Floats:
-    """A time of each row, such as sent_ms, in seconds."""
+    """Return one time of each row, such as sent_ms, in seconds."""
     return np.array([getattr(row, name) for row in rows], np.float64) / 1e3
 
 
 def latencies(run: Run) -> Floats:
-    """Seconds, of the requests that were ok, in the order of sending."""
+    """Return the latencies in seconds of the requests that were ok, in the order of sending."""
     return np.array([run.latency_ms(row) for row in run.ok], np.float64) / 1e3
 
 
 def distribution(values: Floats) -> tuple[Floats, Floats]:
-    """Values, and which share of all is at most so large; thinned, with both ends kept."""
+    """Return values, and the share of all values that are at most as large. Points are thinned; both ends are kept."""
     ordered = np.sort(values)
-    places = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_POINTS)).astype(np.intp))
+    places = _evenly(len(ordered), MOST_POINTS)
     return ordered[places], (places + 1) / len(ordered)
 
 
 def quantiles_over_time(bins: Bins, times_s: Floats, values: Floats, shares: Sequence[float]) -> list[Floats]:
-    """For each share, a quantile in every bin (nearest rank; NaN where a bin is empty)."""
+    """Return, for each share, the quantile of every bin (nearest rank; NaN if the bin is empty)."""
     places = bins.place(times_s)
     found = np.full((len(shares), bins.count), np.nan)
     for place in np.unique(places):
-        ordered = np.sort(values[places == place])
-        for row, share in enumerate(shares):
-            found[row, place] = ordered[max(0, int(np.ceil(share * len(ordered))) - 1)]
+        found[:, place] = np.quantile(values[places == place], shares, method="inverted_cdf")
     return list(found)
 
 
 def spans(run: Run, row: Row) -> list[Span]:
-    """The parts of a request's way, one after the other, from when it was due to when its answer was there."""
+    """Return the consecutive parts of a request's path, from its due time to its answer."""
     found: list[Span] = []
     if run.scheduled and row.sent_ms > row.intended_ms:
         found.append(Span(UNSENT, row.intended_ms, row.sent_ms))
@@ -99,7 +97,7 @@ def spans(run: Run, row: Row) -> list[Span]:
 
 
 def whereabouts(run: Run, at_s: Floats) -> dict[str, Floats]:
-    """How many requests were on each part of their way at these times."""
+    """Count the requests on each part of their path at these times."""
     starts: defaultdict[str, list[float]] = defaultdict(list)
     ends: defaultdict[str, list[float]] = defaultdict(list)
     for row in run.rows:
@@ -111,14 +109,14 @@ def whereabouts(run: Run, at_s: Floats) -> dict[str, Floats]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Parts of the way as they follow each other; names that are not ours behind."""
+    """Sort parts of the path by their order on it. Unknown names come last."""
     known = [UNSENT, *SPANS.values(), FAILED]
     given = list(dict.fromkeys(names))
     return [name for name in known if name in given] + [name for name in given if name not in known]
 
 
 def occupancy(run: Run) -> dict[str, tuple[Floats, Floats, Floats]]:
-    """Of each process with a pool: times in seconds, bytes lent, and bytes that there were to lend."""
+    """Return, for each process with a pool, times in seconds, bytes lent, and the pool's capacity in bytes."""
     found: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for sample in run.samples:
         gauges = sample.gauges
@@ -131,7 +129,7 @@ def occupancy(run: Run) -> dict[str, tuple[Floats, Floats, Floats]]:
 
 
 def fallbacks(run: Run, bins: Bins) -> tuple[Floats, Floats]:
-    """Items in each bin that went through a pool, and that fell back to inline; by when they were handed over."""
+    """Count the items of each bin that went through a pool, and that fell back to inline, by time of hand-over."""
     times: tuple[list[float], list[float]] = [], []
     for row in run.rows:
         at_s = row.marks_ms.get("processed", row.sent_ms) / 1e3
@@ -143,13 +141,18 @@ def fallbacks(run: Run, bins: Bins) -> tuple[Floats, Floats]:
 
 
 def slowest(run: Run, count: int) -> list[Row]:
-    """The slowest of those that were ok, first."""
+    """Return the slowest of the requests that were ok, the slowest first."""
     return sorted(run.ok, key=run.latency_ms, reverse=True)[:count]
 
 
 def sampled(rows: Sequence[Row], most: int) -> list[Row]:
-    """So many of them at most, evenly, with both ends."""
-    return [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.intp))]
+    """Return an even sample of at most `most` rows, both ends included."""
+    return [rows[place] for place in _evenly(len(rows), most)]
+
+
+def _evenly(count: int, most: int) -> npt.NDArray[np.intp]:
+    """Return at most `most` places of `count`, evenly, both ends included."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.intp))
 
 
 def _passed(times_ms: list[float], at_ms: Floats) -> Floats:

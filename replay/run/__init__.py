@@ -1,1 +1,1 @@
-"""Sending a workload at its times."""
+"""The sending of a workload at its times."""

@@ -1,13 +1,12 @@
-"""Conversations in a replay: which request comes after which, and when it is due then.
+"""Conversations in a replay: which request follows which, and when it is due.
 
-A recorded conversation can be replayed in three ways, none of which is the right one for every question, so a run
-says which it was:
+A recorded conversation can be replayed in three ways. No way suits every question, so a run says which one it used:
 
 | mode    | a later turn is due                                         | keeps                              |
 |---------|-------------------------------------------------------------|------------------------------------|
-| `clock` | at its recorded time, whatever became of the turn before    | the recorded load                  |
+| `clock` | at its recorded time, independent of the turn before        | the recorded load                  |
 | `wait`  | at its recorded time, but not before the answer it replies to | the load where answers keep up   |
-| `think` | so long after the answer it replies to as its user took     | the users, who wait for slow ones  |
+| `think` | its user's think time after the answer it replies to        | the users, who wait for slow ones  |
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def natural_mode(requests: Sequence[Request]) -> Mode:
-    """What a trace asks for: `think` where turns say their delay rather than their time."""
+    """Return the mode that suits a trace: `think` if turns have a delay instead of a time, else `clock`."""
     return "think" if any(request.think_ns is not None for request in requests) else "clock"
 
 
@@ -42,18 +41,18 @@ class Turns:
 
     @property
     def starting(self) -> list[int]:
-        """Those that depend on the clock alone, in the order in which they are due."""
+        """The requests that depend on the clock alone, in the order in which they are due."""
         return [index for index, before in enumerate(self._before) if before is None]
 
     @property
     def following(self) -> int:
-        """How many depend on the one before."""
+        """How many requests depend on the one before."""
         return len(self._before) - len(self.starting)
 
     @property
     def guessed(self) -> int:
-        """Of those, in the mode `think`, whose think time is not recorded: their gap to the arrival of the turn
-        before, which has the answer in it, has to do."""
+        """How many of them have no recorded think time, in the mode `think`. The gap since the turn before takes its
+        place, which includes the answer to that turn."""
         if self.mode != "think":
             return 0
         pairs = zip(self._requests, self._before, strict=True)
@@ -61,11 +60,11 @@ class Turns:
         return sum(turn.think_ns is None and earlier.took_ns is None for turn, earlier in turns)
 
     def clock_ns(self, index: int) -> int:
-        """When a request is due by its recorded time alone."""
+        """Return when a request is due by its recorded time alone."""
         return self._speed.due_ns(self._requests[index].at_ns - self._first_ns)
 
     def answered(self, index: int, done_ns: int) -> list[tuple[int, int]]:
-        """(due, request) of those that come after a request, which was answered, or failed, at `done_ns`."""
+        """Return (due, request) of those that follow a request, which was answered, or failed, at `done_ns`."""
         return [(self._due_ns(later, index, done_ns), later) for later in self._after.get(index, ())]
 
     def _due_ns(self, index: int, before: int, done_ns: int) -> int:

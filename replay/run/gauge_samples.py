@@ -1,6 +1,6 @@
-"""What the processes of a deployment say of themselves while a replay runs: samples of their gauges, for the report.
+"""Samples of the gauges of a deployment's processes, taken while a replay runs, for the report.
 
-Tokenizers answer a question with their numbers of that moment; the other stages' are those of their last heartbeat.
+Tokenizers answer with their current numbers. Those of the other stages are from their last heartbeat.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tensorferry.codecs.messages import Member
 log = structlog.get_logger()
 
 EVERY_S = 0.25
-#: With more samples than this every other one is left out and the rest are taken half as often, so that a day's replay
-#: costs no more memory than an hour's.
+#: Above this many samples every other one is dropped, and later ones are taken half as often. So a replay of a day
+#: takes no more memory than one of an hour.
 MOST_SAMPLES = 8192
-#: The gauges that are kept, where a process has them.
+#: The gauges that are kept, if a process has them.
 KEPT = (
     "pool_capacity_nbytes",
     "pool_mapped_nbytes",
@@ -44,44 +44,44 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class PoolUse(msgspec.Struct, frozen=True):
-    """One pool, as its process last told; since that process started, so before an attached replay too."""
+    """One pool by its process's last report, counted from that process's start, even before an attached replay."""
 
     capacity_nbytes: int
     peak_lent_nbytes: int
-    refused: int  #: times it was too full, so that a tensor went inline
+    refused: int  #: how often it was too full, so that a tensor went inline
 
 
 class Asked(Protocol):
-    """A client that can ask a deployment how it is."""
+    """A client that can ask a deployment for its members."""
 
     async def refresh(self, timeout_s: float = 5.0) -> list[Member]: ...
 
 
 class Sampler:
-    """Asks a deployment for its gauges, again and again."""
+    """A task that asks a deployment for its gauges, again and again."""
 
     def __init__(self, every_s: float = EVERY_S, most: int = MOST_SAMPLES) -> None:
-        self._rounds: list[list[Sample]] = []  #: one for each time that it asked
+        self._rounds: list[list[Sample]] = []  #: one for each answer
         self._every_s, self._most = every_s, most
 
     @property
     def samples(self) -> list[Sample]:
-        """In the order of time."""
+        """All samples, in the order of time."""
         return [sample for taken in self._rounds for sample in taken]
 
     async def run(self, client: Asked, start_ns: int) -> None:
-        """Until cancelled. start_ns: of the run, on CLOCK_MONOTONIC."""
+        """Sample until cancelled. start_ns: of the run, on CLOCK_MONOTONIC."""
         while True:
             try:
                 members = await client.refresh()
-            except TimeoutError:  # a hole in the plots; whoever waits for the answers says what is wrong
+            except TimeoutError:  # the plots get a gap; the requests report the error
                 log.info("gauges_unknown")
             else:
                 self.take(members, time.monotonic_ns() - start_ns)
             await asyncio.sleep(self._every_s)
 
     def take(self, members: Iterable[Member], at_ns: int) -> None:
-        """Keep what these say."""
+        """Keep the gauges of these members."""
         self._rounds.append([sample for member in members if (sample := _sample(member, at_ns / 1e6)).gauges])
         if len(self._rounds) > self._most:
             self._rounds = self._rounds[::2]
@@ -89,7 +89,7 @@ class Sampler:
 
 
 def pool_use(members: Iterable[Member]) -> dict[str, PoolUse]:
-    """The pools of a deployment, from the gauges in its processes' heartbeats."""
+    """Return the pools of a deployment, from the gauges in its processes' heartbeats."""
     pools = {}
     for member in members:
         gauges = {gauge.name.removeprefix("pool_"): int(gauge.value) for gauge in member.gauges}

@@ -1,4 +1,4 @@
-"""How far a replay is: a bar on a terminal, a line now and then elsewhere. On stderr; stdout is the report's."""
+"""Progress of a replay on stderr: a bar on a terminal, else a line every few seconds. The report goes to stdout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PLAIN_EVERY_S = 5.0
 
 @contextmanager
 def preparing(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Gives progress(done, total) of the images made before the run."""
+    """Give progress(done, total) for the images made before the run."""
     with _shown(console, "images made") as show:
         yield lambda done, total: show(done, total, "", done == total)
 
 
 @contextmanager
 def replaying(console: Console) -> Iterator[Callable[[Snapshot], None]]:
-    """Gives watch(snapshot) of the requests sent."""
+    """Give watch(snapshot) for the requests sent."""
     with _shown(console, "requests done") as show:
 
         def watch(s: Snapshot) -> None:
@@ -36,7 +36,7 @@ def replaying(console: Console) -> Iterator[Callable[[Snapshot], None]]:
 
 @contextmanager
 def _shown(console: Console, what: str) -> Iterator[Callable[[int, int, str, bool], None]]:
-    """Gives show(done, total, details, last)."""
+    """Give show(done, total, details, last)."""
     if not console.is_terminal:
         said_at = time.monotonic()
 

@@ -1,7 +1,7 @@
-"""When each request is due: one absolute time each, in integer nanoseconds, never a sum of gaps.
+"""The schedule of a run: each request has one absolute due time in integer nanoseconds, never a sum of gaps.
 
-Sleeping gap by gap adds every overshoot to all that follows (200 requests a second become 186); a due time
-that is computed from the start of the run cannot drift, however long the run is.
+Sleeping gap by gap adds every overshoot to all later requests (200 requests a second become 186). A due time that is
+computed from the start of the run cannot drift, however long the run is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tensorferry.replay.run.timer import rings
 
-#: A burst of more than this many is sent in slices, so that answers are taken in between.
+#: A larger burst is sent in slices, so that answers are received in between.
 _SLICE = 64
 
 
@@ -29,41 +29,40 @@ class Speed:
 
     @classmethod
     def parse(cls, text: str) -> Speed:
-        """`max`, or a decimal number or fraction above 0. Raises ValueError with a sentence."""
+        """Read `max`, or a decimal number or fraction above 0. Raises ValueError with a sentence."""
         if text.strip().casefold() == "max":
             return cls(None)
         try:
             exact = Fraction(text.strip()) if "/" in text else Decimal(text.strip())
-            # Compared as it is: 1e999999999 is short as a decimal and half a gigabyte as a fraction.
+            # Compared before conversion: 1e999999999 is short as a decimal and half a gigabyte as a fraction.
             inside = Decimal("1e-6") <= exact <= 10**6 if isinstance(exact, Decimal) else 1 <= exact * 10**6 <= 10**12
         except (ValueError, ZeroDivisionError, InvalidOperation):
-            raise ValueError(f"{text!r} is neither a number nor max") from None
+            raise ValueError(f"{text!r} is neither a number, a fraction such as 1/3, nor max") from None
         if not inside:
-            raise ValueError(f"{text} is not between 0.000001 and 1000000")
-        ratio = Fraction(exact)
-        return cls(ratio)
+            raise ValueError(f"{text} is not between 0.000001 and 1000000; give a speed in that range, or max")
+        return cls(Fraction(exact))
 
     def __str__(self) -> str:
         return "max" if self.ratio is None else f"{float(self.ratio):g}"
 
     def due_ns(self, offset_ns: int) -> int:
-        """From the start of the run, when what lies `offset_ns` into the trace is due."""
+        """Return the due time, from the start of the run, of a request `offset_ns` into the trace."""
         if self.ratio is None:
             return 0
         return offset_ns * self.ratio.denominator // self.ratio.numerator
 
 
 class Clock(Protocol):
-    """The time a run goes by, and how it waits."""
+    """The clock of a run, and its way to wait."""
 
     def now_ns(self) -> int: ...
 
     async def sleep_until(self, at_ns: int) -> None:
-        """Return at `at_ns` or as soon after as the machine manages."""
+        """Return at `at_ns`, or as soon after as the machine can."""
 
 
 class MonotonicClock:
-    """CLOCK_MONOTONIC, which is what the stages' marks are on too: a step of the wall clock moves nothing."""
+    """CLOCK_MONOTONIC, which the stages' marks use too. A step of the wall clock does not affect it."""
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
@@ -74,22 +73,22 @@ class MonotonicClock:
 
 
 class Ceiling:
-    """At most `limit` requests in flight. Who comes to a full house waits in line, and that is told apart."""
+    """A limit on the requests in flight. A request that finds no room waits in a queue."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.in_flight = 0
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
 
     @property
     def full(self) -> bool:
         return self.limit is not None and self.in_flight >= self.limit
 
     async def room(self) -> None:
-        """Return when one more may be sent; who waits longest is let in first."""
+        """Return when one more may be sent. The longest waiter goes first."""
         while self.full:
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._line.append(room)
+            self._waiters.append(room)
             await room
 
     def enter(self) -> None:
@@ -97,9 +96,9 @@ class Ceiling:
 
     def leave(self) -> None:
         self.in_flight -= 1
-        while self._line:
-            room = self._line.popleft()
-            if not room.done():  # who was cancelled has left the line
+        while self._waiters:
+            room = self._waiters.popleft()
+            if not room.done():  # a cancelled waiter needs no room
                 room.set_result(None)
                 break
 
@@ -112,13 +111,13 @@ async def pace(
     send: Callable[[int, bool], None],
     idle: Callable[[int, int], None] = lambda index, until_ns: None,
 ) -> None:
-    """Call `send(index, delayed)` for each request at start_ns + due_ns[index], in order, whatever has become
-    of those before it: an open loop.
+    """Call `send(index, delayed)` for each request at start_ns + due_ns[index], in order, without regard to earlier
+    requests: an open loop.
 
-    due_ns: ascending. What is due at one instant is sent in one go. Only the ceiling can hold a request back;
-    then it, and those that came due while it waited, are `delayed`. Cancel it to stop sending: it never
-    awaits between the decision to send and the send. idle(index, until_ns): called when that request is the next
-    and not due before `until_ns`, for work that would be late later.
+    due_ns: ascending. Requests due at one instant are sent together. Only the ceiling can hold a request back. It, and
+    the requests that come due while it waits, are then `delayed`. Cancel this task to stop sending: it never awaits
+    between the decision to send and the send. idle(index, until_ns): is called when request `index` is the next and not
+    due before `until_ns`, for work that must not delay a send.
     """
     blocked_until_ns = start_ns
     for index, due in enumerate(due_ns):

@@ -1,4 +1,4 @@
-"""One replay: sends what was prepared on its schedule, and keeps what became of each request."""
+"""The sender of a replay. It sends the prepared requests on schedule, and records the outcome of each."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tensorferry.replay.workload.token_ids import TokenSource
 
 log = structlog.get_logger()
 
-#: A request without an outcome this long after its deadline has none coming: the run must end.
+#: A request that has no outcome this long after its deadline gets none, so that the run ends.
 GRACE_S = 10.0
-_LOOK_S = 0.2  # how often progress is shown and the oldest request's deadline is looked at
+LOOK_S = 0.2  #: how often progress is shown and the oldest request's deadline is checked
 
-#: So many requests ahead, and up to so long before the next is due, prompts are made that were not held.
+#: Prompts that were not held are made for so many requests ahead, until so long before the next one is due.
 _AHEAD = 64
 _MARGIN_NS = 1_000_000
 
@@ -37,7 +37,7 @@ Finish = Callable[[Literal["ok", "failed"], str, str], None]
 
 
 class Submitter(Protocol):
-    """What a replay needs of `tensorferry.Client`."""
+    """The part of `tensorferry.Client` that a replay needs."""
 
     def submit_nowait(
         self,
@@ -52,12 +52,12 @@ class Submitter(Protocol):
 
 
 class Outcome(msgspec.Struct):
-    """What became of one request. Times are nanoseconds since the start of the run."""
+    """The outcome of one request. Times are nanoseconds since the start of the run."""
 
     request: Prepared
-    intended_ns: int  #: when it was due; with `--speed max`, when it was sent
+    intended_ns: int  #: its due time; with `--speed max`, its send time
     sent_ns: int
-    delayed: bool  #: the ceiling of --concurrency held it back
+    delayed: bool  #: whether the limit of --concurrency held it back
     done_ns: int = 0
     status: Literal["waiting", "ok", "failed"] = "waiting"
     reason: str = ""  #: of a failure: busy, no_answer, cancelled, or the class of the error
@@ -66,11 +66,11 @@ class Outcome(msgspec.Struct):
     output_tokens: int = 0
     items: tuple[ItemReport, ...] = ()
     marks: tuple[Mark, ...] = ()  #: as the deployment sent them: on CLOCK_MONOTONIC
-    waited: bool = False  #: for the answer of the turn before, beyond its recorded time
+    waited: bool = False  #: whether it waited for the answer of the turn before, beyond its recorded time
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """How far a run is, for whoever shows progress."""
+    """The progress of a run."""
 
     total: int
     sent: int
@@ -85,11 +85,10 @@ Watch = Callable[[Snapshot], None]
 
 
 class Replay:
-    """Sends `requests` through `client`; made for one run.
+    """One run, which sends `requests` through a client.
 
-    concurrency: at most so many in flight; None: no ceiling. deadline_s: what each request is given.
-    run_id: makes the request ids differ from those of another replay of the same trace. sessions: what the later
-    turns of a conversation go by.
+    concurrency: the most requests in flight; None: no limit. deadline_s: the deadline of each request. run_id: makes
+    the request ids differ from those of another replay of the same trace. sessions: the mode of later turns.
     """
 
     def __init__(
@@ -105,9 +104,9 @@ class Replay:
         sessions: Mode = "clock",
     ) -> None:
         self.turns = Turns([prepared.request for prepared in requests], sessions, speed)
-        self.outcomes: list[Outcome] = []  #: of those that were sent, in the order of sending
+        self.outcomes: list[Outcome] = []  #: of the requests sent, in the order of sending
         self.start_ns = 0  #: of the run, on `clock`
-        self.started = asyncio.Event()  #: from then on `start_ns` is known
+        self.started = asyncio.Event()  #: set once `start_ns` is known
         self.interrupted = False
         self._requests, self._tokens, self._speed = requests, tokens, speed
         self._ceiling = Ceiling(concurrency)
@@ -117,21 +116,21 @@ class Replay:
         self._answered = asyncio.Event()
         self._pacer: asyncio.Task[None] | None = None
         self._runs = False
-        self._followers: set[asyncio.Task[None]] = set()  #: turns whose predecessor is answered, not yet sent
-        self._ahead: dict[int, list[Part]] = {}  #: made while there was nothing to send
+        self._followers: set[asyncio.Task[None]] = set()  #: unsent turns whose predecessor is answered
+        self._ahead: dict[int, list[Part]] = {}  #: prompts made while there was nothing to send
         self._ok = self._failed = self._delayed = 0
 
     @property
     def unsent(self) -> Sequence[Prepared]:
-        """Those that a stop left behind."""
+        """The requests that a stop left unsent."""
         sent = {outcome.request.request.place for outcome in self.outcomes}
         return [prepared for prepared in self._requests if prepared.request.place not in sent]
 
     async def run(self, client: Submitter, watch: Watch = lambda snapshot: None) -> None:
-        """Send everything and wait for every outcome; returns early, with what there is, after `stop`.
+        """Send everything and wait for every outcome. After `stop`, returns early.
 
-        watch: told a few times a second, and once at the end, how far the run is. A request that cannot even be
-        submitted is a failed one. Other tasks of the loop should be few: the pacer shares it with the client.
+        watch: is called with the progress a few times a second, and once at the end. A request that cannot be submitted
+        is a failed one. The loop should have few other tasks, since the pacer shares it with the client.
         """
         starting = self.turns.starting
         due_ns = [self.turns.clock_ns(index) for index in starting]
@@ -158,7 +157,7 @@ class Replay:
         watch(self.snapshot())
 
     def stop(self) -> None:
-        """Send nothing more; outcomes of what was sent are still waited for."""
+        """Send nothing more, but wait for the outcomes of the requests sent."""
         self.interrupted = True
         if self._pacer is not None:
             self._pacer.cancel()
@@ -166,7 +165,7 @@ class Replay:
             follower.cancel()
 
     def abandon(self, client: Submitter | None, reason: str = "cancelled", problem: str = "") -> None:
-        """Wait for nothing more: what was sent and has no outcome yet has failed."""
+        """Stop waiting: the requests sent that have no outcome yet have failed."""
         for request in list(self._waiting):
             if client is not None:
                 client.cancel(request)
@@ -185,14 +184,14 @@ class Replay:
         )
 
     async def _follow(self, client: Submitter, tasks: asyncio.TaskGroup, index: int, due_ns: int) -> None:
-        """Send a turn whose predecessor is answered, when it is due."""
+        """Send a turn, whose predecessor is answered, when it is due."""
         await self._clock.sleep_until(self.start_ns + due_ns)
         delayed = self._ceiling.full
         await self._ceiling.room()
         self._send(client, tasks, index, due_ns, delayed)
 
     def _make_ahead(self, indices: Sequence[int], until_ns: int) -> None:
-        """Prompts that were too many to hold are made while there is nothing to send, not when they are due."""
+        """Make the prompts that were too many to hold while there is nothing to send, instead of when they are due."""
         for index in indices:
             prepared = self._requests[index]
             if prepared.complete or index in self._ahead:
@@ -232,10 +231,10 @@ class Replay:
         reply.add_done_callback(partial(self._settle, request))
 
     def _settle(self, request: bytes, reply: Reply) -> None:
-        """The client has an outcome; runs as a callback of its future."""
-        if request not in self._waiting:  # given up before
+        """Record the client's outcome. Runs as a callback of the client's future."""
+        if request not in self._waiting:  # it was given up
             if not reply.cancelled():
-                reply.exception()  # looked at, so that asyncio does not report it as forgotten
+                reply.exception()  # retrieved, so that asyncio does not report it as never retrieved
             return
         outcome, _, finish = self._waiting.pop(request)
         if reply.cancelled():
@@ -244,7 +243,7 @@ class Replay:
         problem = reply.exception()
         if problem is not None:
             if not isinstance(problem, FerryError | TimeoutError):
-                log.error("replay reply failed", exc_info=problem)  # a bug, and not of one request
+                log.error("replay reply failed", exc_info=problem)  # a bug, which concerns more than this request
             finish("failed", type(problem).__name__, str(problem))
             return
         match reply.result():
@@ -253,7 +252,7 @@ class Replay:
                 outcome.prompt_tokens, outcome.output_tokens = result.prompt_tokens, result.output_tokens
                 finish("ok", "", "")
             case Busy() as busy:
-                # Not sent again: the trace's load would no longer be what arrives.
+                # Not sent again, since the load would no longer be that of the trace.
                 finish("failed", "busy", busy.reason)
             case Failed() as failed:
                 finish("failed", failed.failure.kind, failed.failure.problem)
@@ -289,15 +288,15 @@ class Replay:
         reply.cancel()
 
     async def _look(self, client: Submitter, watch: Watch) -> None:
-        """Show progress; give up on requests that neither the deployment nor the client has ended."""
+        """Show progress, and give up on requests that neither the deployment nor the client has ended."""
         patience_ns = math.ceil((self._deadline_s + GRACE_S) * 1e9)
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
             watch(self.snapshot())
             now_ns = self._clock.now_ns() - self.start_ns
             for request, (outcome, _, _) in list(self._waiting.items()):
                 if now_ns - outcome.sent_ns < patience_ns:
-                    break  # the oldest come first
+                    break  # later ones are younger
                 client.cancel(request)
                 self._give_up(request, "no_answer", f"no outcome {self._deadline_s + GRACE_S:g} s after it was sent")
 
@@ -310,15 +309,15 @@ class Replay:
             self._runs = False
 
     def _request_id(self, place: int | str) -> bytes:
-        """Of the run and the place in the file: two replays of a trace to fresh deployments assign items to ranks
-        alike."""
+        """Derive a request id from the run and the place in the file, so that two replays of a trace through fresh
+        deployments assign items to the same ranks."""
         return blake2b(str(place).encode(), digest_size=16, key=self._run_id[:64]).digest()
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A full garbage collection over a million prepared requests takes a second, in which nothing is sent: what
-    is there before the clock starts is taken out of the collector's sight."""
+    """Exclude all present objects from garbage collection. A full collection over a million prepared requests takes a
+    second, in which nothing is sent."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,16 +1,16 @@
-"""A replay from a ready deployment to its last number: interrupts, and the end of the deployment under it."""
+"""A replay through one deployment, with interrupts and the failure of the deployment."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Protocol
 
 import structlog
 
-from tensorferry.codecs.errors import FerryError
+from tensorferry.codecs.errors import FerryError, leaves
 from tensorferry.codecs.messages import Member
 from tensorferry.replay.run.gauge_samples import PoolUse, Sampler, pool_use
 from tensorferry.replay.run.sender import Replay, Submitter, Watch
@@ -19,19 +19,19 @@ log = structlog.get_logger()
 
 
 class Connected(Submitter, Protocol):
-    """A client that can also say how the deployment is."""
+    """A client that can also ask for the members of the deployment."""
 
     async def refresh(self, timeout_s: float = 5.0) -> list[Member]: ...
 
 
 class Session:
-    """One `replay` through one deployment. What it has learned is kept however it ends, so that there is a report."""
+    """One `replay` through one deployment. Its results are kept however it ends, so that a report can be made."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.pools: dict[str, PoolUse] = {}
         self.sampler = Sampler()
-        self.error = ""  #: what ended the run early
+        self.error = ""  #: the error that ended the run early
 
     async def carry_out(
         self,
@@ -42,8 +42,8 @@ class Session:
     ) -> None:
         """Run the replay through a deployment, which is ready once its block is entered.
 
-        The first SIGINT or SIGTERM stops the sending, a second gives up on what is in flight. Raises
-        FerryError, perhaps in a group, only when the deployment failed before the clock had started.
+        The first SIGINT or SIGTERM stops the sending, a second one gives up the requests in flight. Raises FerryError,
+        perhaps in a group, only if the deployment failed before the clock started.
         """
         try:
             async with deployment as client:
@@ -54,12 +54,12 @@ class Session:
         except* FerryError as group:
             if not self.replay.start_ns:
                 raise
-            self.error = "; ".join(dict.fromkeys(str(problem) for problem in _leaves(group)))
+            self.error = "; ".join(dict.fromkeys(map(str, leaves(group))))
             self.replay.abandon(None, "deployment_failed", self.error)
 
     @asynccontextmanager
     async def _sampled(self, client: Connected) -> AsyncIterator[None]:
-        """The deployment's gauges, while the block runs."""
+        """Sample the deployment's gauges while the block runs."""
 
         async def sample() -> None:
             await self.replay.started.wait()
@@ -95,17 +95,10 @@ def _interruptible(replay: Replay, client: Submitter) -> Iterator[None]:
 
 
 async def _pools(client: Connected, heartbeat_s: float) -> dict[str, PoolUse]:
-    """The numbers are on the heartbeats, so one has to pass before they include the end of the run."""
+    """Ask for the pools' numbers after one more heartbeat, which includes the end of the run."""
     try:
         await asyncio.sleep(heartbeat_s)
         return pool_use(await client.refresh())
     except TimeoutError:
         log.warning("pool_use_unknown")
         return {}
-
-
-def _leaves(group: BaseExceptionGroup[FerryError]) -> Sequence[FerryError]:
-    leaves: list[FerryError] = []
-    for problem in group.exceptions:
-        leaves += _leaves(problem) if isinstance(problem, BaseExceptionGroup) else [problem]
-    return leaves

@@ -1,4 +1,4 @@
-"""A wait that ends within some 50 us of its time. An event loop's own wait is in whole milliseconds, rounded up.
+"""A wait that ends within some 50 us of its time. The event loop's own wait is in whole milliseconds, rounded up.
 
 Source: timerfd_create(2). Python has it as `os.timerfd_create` from 3.13 on.
 """
@@ -41,7 +41,7 @@ async def rings(at_ns: int) -> None:
 
 
 def _ring(loop: asyncio.AbstractEventLoop, fd: int, rung: asyncio.Future[None]) -> None:
-    loop.remove_reader(fd)  # it stays readable
+    loop.remove_reader(fd)  # it would stay readable
     if not rung.done():
         rung.set_result(None)
 

@@ -1,1 +1,1 @@
-"""A trace file to requests."""
+"""The step from a trace file to requests."""

@@ -1,4 +1,4 @@
-"""Traces written from traces: in tensorferry's own format, or the lines of a part as they are."""
+"""Traces made from traces: in tensorferry's own format, or a part of the unchanged lines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from tensorferry.replay.trace.trace_file import Recording, Tally
 
 
 def convert(recording: Recording, survey: Tally, selection: Selection, out: Path | BinaryIO) -> None:
-    """Write the selected requests to `out` in tensorferry's own format, in the order of time and on the trace's own
-    clock. A file appears whole or not at all; a stream gets each line as it is read, and relative paths in it start
-    at the current folder. Images that are files stay where they are.
+    """Write the selected requests to `out` in tensorferry's own format, in the order of time and on the trace's clock.
 
-    Raises OutputError, also where `out` is the trace itself."""
+    A file appears as a whole or not at all. A stream gets each line as it is read, with relative paths from the current
+    folder. Image files are not moved. Raises OutputError, also if `out` is the trace itself.
+    """
     lines = _own_lines(selection.of(recording.in_order(survey)), recording.folder, _folder_of(out))
     _write(recording, out, _some(recording, selection, lines))
 
 
 def cut(recording: Recording, selection: Selection, out: Path | BinaryIO) -> Tally:
-    """Write the lines of the selected requests as they are, in the order of the file, below its header.
+    """Write the unchanged lines of the selected requests, in the order of the file, below its header.
 
-    A line with several turns is kept by its first; one whose time counts from the turn before goes where that goes.
-    Raises TraceError where the copy could not be read as the same requests, OutputError as `convert` does.
+    The first turn of a line decides on the whole line. A line whose time counts from the turn before is selected with
+    that turn. Raises TraceError if the copy could not be read as the same requests, and OutputError as `convert` does.
     """
     if recording.drawn:
-        problem = "its requests are drawn from statistics, so there are no lines of it to cut; use `trace convert`"
+        problem = "its requests are drawn from statistics, so it has no lines to cut; use `trace convert`"
         raise TraceError(str(recording.path), None, problem)
     tally = Tally()
     elsewhere = _folder_of(out) != recording.folder
@@ -52,13 +52,13 @@ def _write(recording: Recording, out: Path | BinaryIO, lines: Iterable[bytes]) -
         out.writelines(lines)
         out.flush()
         return
-    if recording.holds(destination(out)):  # recordings cannot be made again
-        raise OutputError(str(out), "the trace itself, which would be lost; name another file")
+    if recording.holds(destination(out)):  # a recording cannot be made again
+        raise OutputError(str(out), "it is the trace itself, which would be lost; name another file")
     write_whole(out, lines)
 
 
 def _some(recording: Recording, selection: Selection, lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The same lines. Raises TraceError at their end, where no request was among them: that would be no trace."""
+    """Return the same lines. Raises TraceError at their end if they held no request, since a trace needs one."""
     yield from lines
     if not selection.kept:
         problem = f"all of its {selection.left} requests lie outside the window or the share; widen them"
@@ -96,10 +96,10 @@ def _kept_lines(recording: Recording, selection: Selection, tally: Tally, elsewh
             if first.session:
                 followed.add(first.session)
             if elsewhere and any(_relative(image) for request in requests for image in request.images):
-                problem = "its images lie relative to it; write the copy beside it, or use `trace convert`"
+                problem = "its image paths are relative to it; write the copy beside it, or use `trace convert`"
                 raise TraceError(str(recording.path), first.line, problem)
             selection.kept += len(requests)
-            if header:  # not before there is a line to go below it: what a stream was given cannot be taken back
+            if header:  # only once there is a line below it, since a stream cannot take it back
                 yield header + b"\n"
                 header = b""
             yield line + b"\n"

@@ -1,5 +1,7 @@
-"""What a trace holds, in numbers, and what a replay of it would have to invent. One pass; what is remembered does not
-grow with the rows, save for the names of sessions and blocks where a trace has them."""
+"""The description of a trace in numbers, and of the parts that a replay would invent.
+
+It takes one pass. Its memory does not grow with the rows, except by the names of sessions and blocks.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from tensorferry.replay.trace.exact_numbers import NS
 from tensorferry.replay.trace.selection import Conversations
 from tensorferry.replay.trace.trace_file import Recording, Tally
 
-#: Over which stretches the busiest moment is told and the variation of counts.
+#: The intervals for the highest rate and the variation of counts.
 STRETCHES_S = (1, 10, 60)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of whole numbers; quantiles by nearest rank, so each is a value that occurred."""
+    """The distribution of whole numbers. Quantiles are by nearest rank, so each is a value that occurred."""
 
     count: int
     total: int
@@ -32,7 +34,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Mapping[int, int]) -> Spread | None:
-        """values: how often each is. None of nothing."""
+        """Compute the spread. values: the count of each value. Returns None if there is none."""
         count = sum(values.values())
         if not count:
             return None
@@ -47,29 +49,29 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Arrivals(msgspec.Struct, frozen=True):
-    """When requests come. None where there are too few to say."""
+    """The arrivals of requests. A value is None if there are too few requests."""
 
     per_s: float | None  #: over the whole span
-    busiest_per_s: dict[str, float]  #: in the busiest stretch of 1, 10 and 60 seconds, which may start anywhere
+    busiest_per_s: dict[str, float]  #: in the busiest interval of 1, 10 and 60 seconds, which may start anywhere
     gap_cv: float | None  #: standard deviation of the gaps over their mean: 1 for Poisson, above for bursts
-    dispersion: dict[str, float]  #: variance over mean of the counts in stretches of so long: 1 for Poisson
-    most_at_once: int  #: requests at one and the same instant
+    dispersion: dict[str, float]  #: variance over mean of the counts in intervals of each length: 1 for Poisson
+    most_at_once: int  #: the most requests at one instant
     longest_silence_s: float
 
 
 class Images(msgspec.Struct, frozen=True):
-    requests: int  #: that have any
+    requests: int  #: with an image
     count: int
-    per_request: Spread | None  #: of those that have any
-    tokens: Spread | None  #: of each, where the trace says it
-    known_by: dict[str, int]  #: data, path, size, tokens, number: how each is known
+    per_request: Spread | None  #: over the requests with an image
+    tokens: Spread | None  #: over the images whose tokens the trace gives
+    known_by: dict[str, int]  #: the count of images given by data, path, size, tokens or number alone
 
 
 class Sessions(msgspec.Struct, frozen=True):
     count: int
-    requests: int  #: that belong to one
+    requests: int  #: that belong to a session
     turns: Spread | None
-    think_times: int  #: turns that say how long after the turn before they came
+    think_times: int  #: turns with a recorded delay after the turn before
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ class Blocks(msgspec.Struct, frozen=True):
 
     count: int
     different: int
-    seen_before: float  #: share of blocks that an earlier request had: what an unbounded prefix cache would save
+    seen_before: float  #: share of blocks that an earlier request had, which an unbounded prefix cache would save
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -91,22 +93,22 @@ class Description(msgspec.Struct, frozen=True):
     origin: str  #: of the first request, on the trace's own clock
     end: str
     span_s: float
-    unit_decided: str  #: a sentence, where the trace does not say the unit of its times and the numbers had to
+    unit_decided: str  #: a sentence, if the numbers decided the unit of times because the trace does not say it
     inversions: int
     largest_fall_s: float
     glued: bool
     notes: dict[str, int]
     arrivals: Arrivals
-    prompt_tokens: Spread | None  #: text, or text and images where the trace counts them together
+    prompt_tokens: Spread | None  #: of text, or of text and images if the trace counts them together
     output_tokens: Spread | None
     images: Images
     sessions: Sessions | None
     blocks: Blocks | None
-    invented: dict[str, int]  #: what a replay would make up, and of how many requests or images
+    invented: dict[str, int]  #: what a replay would invent, and for how many requests or images
 
 
 class _Clock:
-    """Times in their order, one after the other."""
+    """An accumulator of ascending times."""
 
     def __init__(self) -> None:
         self.first_ns = self.last_ns = 0
@@ -155,14 +157,14 @@ class _Clock:
         )
 
     def _dispersion(self, stretch: int) -> float:
-        """Of the whole stretches from the first request on; the last is not whole and does not count."""
+        """Return the dispersion over whole intervals from the first request on, so without the last interval."""
         bins, _, total, squares = self._bins[stretch]
         mean = total / bins
         return (squares / bins - mean * mean) / mean
 
 
 def describe(recording: Recording, survey: Tally, requests: Iterable[Request]) -> Description:
-    """requests: those of the recording, in the order of time."""
+    """Describe a recording. requests: all its requests, in the order of time."""
     clock = _Clock()
     prompts, outputs, per_request, image_tokens = (Counter[int]() for _ in range(4))
     known_by: Counter[str] = Counter()
@@ -229,9 +231,7 @@ def describe(recording: Recording, survey: Tally, requests: Iterable[Request]) -
             Spread.of(image_tokens),
             dict(known_by),
         ),
-        sessions=Sessions(len(turns), turns.total(), Spread.of(Counter(turns.values())), think_times)
-        if turns
-        else None,
+        sessions=_sessions(turns, think_times),
         blocks=Blocks(blocks, len(seen), repeated / blocks) if blocks else None,
         invented=dict(+invented),
     )

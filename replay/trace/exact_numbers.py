@@ -1,7 +1,7 @@
-"""Numbers and times of a trace, exactly: integers in, integers out, nothing through a float.
+"""Exact numbers and times of a trace, which never pass through a float.
 
-An epoch time as a float has lost its microseconds (2^-12 ms is the step of a double at today's epoch in
-milliseconds), so times go from their text to integer nanoseconds in one step.
+An epoch time loses its microseconds as a float (the step of a double is 2^-12 ms at today's epoch in milliseconds), so
+times go from their text to integer nanoseconds in one step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Number = int | Decimal
 
 
 def number(cell: str, name: str) -> Number:
-    """The number that a CSV cell spells. Raises BrokenRow: missing, not_a_number."""
+    """Read the number of a CSV cell. Raises BrokenRow: missing, not_a_number."""
     cell = cell.strip()
     if len(cell) < _MAX_DIGITS and cell.isascii() and cell.isdigit():
         return int(cell)
@@ -41,13 +41,13 @@ def number(cell: str, name: str) -> Number:
 
 
 def whole(value: object, name: str, most: int, *, least: int = 0) -> int:
-    """A count: `4808`, `4808.0` and `4.808e3` alike.
+    """Check a count, which may be written as `4808`, `4808.0` or `4.808e3`.
 
     Raises BrokenRow: missing, not_a_number, not_whole, negative, out_of_range.
     """
     if type(value) is int and least <= value <= most:
         return value
-    exact = _checked(value, name)
+    exact = checked(value, name)
     if exact < 0:
         raise BrokenRow("negative", f"{name} is {exact}")
     count = int(exact)
@@ -59,11 +59,11 @@ def whole(value: object, name: str, most: int, *, least: int = 0) -> int:
 
 
 def nanoseconds(value: object, name: str, unit_ns: int) -> int:
-    """A time of so many units, exactly; below a nanosecond rounded half to even.
+    """Convert a time in units to nanoseconds, exactly. Parts of a nanosecond are rounded half to even.
 
     Raises BrokenRow: missing, not_a_number, negative, out_of_range.
     """
-    exact = _checked(value, name)
+    exact = checked(value, name)
     if exact < 0:
         raise BrokenRow("negative", f"{name} is {exact}")
     if isinstance(exact, int):
@@ -71,12 +71,12 @@ def nanoseconds(value: object, name: str, unit_ns: int) -> int:
     else:
         ns = int((exact * unit_ns).to_integral_value(ROUND_HALF_EVEN))
     if ns >= _MAX_NS:
-        raise BrokenRow("out_of_range", f"{name} is {exact}, which is centuries")
+        raise BrokenRow("out_of_range", f"{name} is {exact}, which is more than 292 years")
     return ns
 
 
-def _checked(value: object, name: str) -> Number:
-    """The value if it is a finite number of a size that is safe to expand."""
+def checked(value: object, name: str) -> Number:
+    """Return the value if it is a finite number that is not too large to expand."""
     if value is None:
         raise BrokenRow("missing", f"{name} is missing")
     if isinstance(value, bool) or not isinstance(value, int | Decimal):
@@ -84,15 +84,15 @@ def _checked(value: object, name: str) -> Number:
     if isinstance(value, Decimal) and not value.is_finite():
         raise BrokenRow("not_a_number", f"{name} is {value}, not a number")
     if value.adjusted() >= _MAX_DIGITS if isinstance(value, Decimal) else abs(value) >= _MAX_INT:
-        spelt = str(value) if isinstance(value, Decimal) else f"{Decimal(value):.3E}"  # str of an int has a limit
+        spelt = str(value) if isinstance(value, Decimal) else f"{Decimal(value):.3E}"  # str refuses a very long int
         problem = f"{name} is {spelt[:40]}; it may have {_MAX_DIGITS} digits before the point at most"
         raise BrokenRow("out_of_range", problem)
     return value
 
 
 def decimal(literal: str) -> Decimal:
-    """A JSON number with a point or an exponent. One that no Decimal can hold becomes NaN, for `_checked` to
-    refuse: a hook that raises would cost the decoder the rest of its message."""
+    """Read a JSON number with a point or an exponent. A number that no Decimal can hold becomes NaN, which `checked`
+    refuses, since a hook that raises would hide the decoder's own message."""
     try:
         return Decimal(literal)
     except InvalidOperation:
@@ -100,11 +100,11 @@ def decimal(literal: str) -> Decimal:
 
 
 def wall_clock(text: str, name: str) -> tuple[int, bool]:
-    """Nanoseconds since 1970 of an ISO time, and whether it named its zone.
+    """Return the nanoseconds since 1970 of an ISO time, and whether it names its zone.
 
-    Takes what the Azure traces have: `2023-11-16 18:17:03.9799600`, `2024-05-12 00:00:00+00:00`,
-    `2024-10-15T12:00:00.269Z`. A time without a zone is taken as it stands: through the local zone, the hour
-    in which clocks go back would happen twice. Raises BrokenRow: missing, bad_time.
+    Reads the forms of the Azure traces: `2023-11-16 18:17:03.9799600`, `2024-05-12 00:00:00+00:00`,
+    `2024-10-15T12:00:00.269Z`. A time without a zone is read as UTC, since in the local zone the hour in which clocks
+    go back would occur twice. Raises BrokenRow: missing, bad_time.
     """
     text = text.strip()
     if not text:
@@ -130,18 +130,18 @@ def wall_clock(text: str, name: str) -> tuple[int, bool]:
 
 
 class WallClocks:
-    """`wall_clock` for millions of times, most of them within a minute of the one before and written alike."""
+    """A fast `wall_clock` for millions of times, most of which have the minute and the form of the one before."""
 
     _SECONDS: ClassVar = {f"{second:02}": second * NS for second in range(60)}
     _SCALES = tuple(10 ** (9 - digits) for digits in range(10))
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._minute, self._minute_ns = "", 0  #: the last one read in full: `2023-11-16 18:17:`
-        self._zone, self._zoned = "", False  #: what stood behind its seconds
+        self._minute, self._minute_ns = "", 0  #: of the last time read in full: `2023-11-16 18:17:`
+        self._zone, self._zoned = "", False  #: the text after its seconds, and whether that is a zone
 
     def read(self, text: str) -> tuple[int, bool]:
-        """As `wall_clock`."""
+        """Read a time, as `wall_clock` does."""
         if text[:17] == self._minute:
             second_ns = self._SECONDS.get(text[17:19])
             if second_ns is not None:
@@ -171,7 +171,7 @@ def _days(day: str) -> int:
 
 
 def wall_text(at_ns: int) -> str:
-    """The ISO form of a time of `wall_clock`, for people; without a zone, as it may have come without one."""
+    """Write a time of `wall_clock` in ISO form for people, without a zone, since the trace may have had none."""
     seconds, fraction = divmod(at_ns, NS)
     days, seconds = divmod(seconds, 86_400)
     hours, seconds = divmod(seconds, 3600)

@@ -1,4 +1,4 @@
-"""A recorded trace, read once: its requests in time order, and every row that could not be used."""
+"""A recorded trace in memory: its requests in the order of time, and every unusable row."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from tensorferry.replay.trace.window import Window
 
 class Trace(msgspec.Struct, frozen=True):
     path: Path
-    sha256: str  #: of the file as it lies there
+    sha256: str  #: of the file's bytes, as stored
     format: str
-    wall: bool  #: whether `at_ns` counts from 1970 (a date) or from the trace's own start
+    wall: bool  #: whether `at_ns` counts from 1970 (a date), or else from the trace's own start
     read: int  #: rows; always len(requests) + len(drops)
-    requests: list[Request]  #: in time order; equal times in file order
-    drops: list[Drop]  #: in file order
-    inversions: int  #: rows that lay before an earlier one in the file, and were sorted
-    notes: dict[str, int]  #: things that were kept as they are and are worth knowing, counted
-    outside: int = 0  #: good rows before --start or from --end on; not among those read
-    glued: bool = False  #: as if several recordings followed each other, each from its own start
+    requests: list[Request]  #: in the order of time; equal times in the order of the file
+    drops: list[Drop]  #: in the order of the file
+    inversions: int  #: rows that were earlier than the row before them, and were sorted
+    notes: dict[str, int]  #: counts of peculiarities that were kept, by name
+    outside: int = 0  #: good rows outside --start and --end; not among those read
+    glued: bool = False  #: whether it looks like several recordings, each with its own start
     drawn: bool = False  #: drawn from statistics, not recorded
-    rate: float | None = None  #: requests a second that were given to it, as it says no times
-    folder: Path | None = None  #: what its images' paths are relative to; None: the folder of `path`
+    rate: float | None = None  #: requests a second that --rate gave to a trace without times
+    folder: Path | None = None  #: the base of its relative image paths; None: the folder of `path`
 
     @property
     def origin_ns(self) -> int:
-        """The time of the first kept request: the trace is replayed from there."""
+        """The time of the first kept request, from which the trace is replayed."""
         return self.requests[0].at_ns if self.requests else 0
 
     @property
     def span_ns(self) -> int:
-        """From the first request to the last."""
+        """The time from the first request to the last."""
         return self.requests[-1].at_ns - self.origin_ns if self.requests else 0
 
     @property
@@ -51,9 +51,9 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Trace:
-    """Read a trace of any known format; with `limit`, its first so many rows (in the order of the file).
+    """Read a trace of any known format, or its first `limit` rows in the order of the file.
 
-    A broken row is dropped, with its reason. Raises TraceError, naming file and line, for what is no trace.
+    A broken row is dropped, with its reason. Raises TraceError, with file and line, if the file is not a trace.
     """
     return load(Recording(path), limit=limit)
 
@@ -66,10 +66,10 @@ def load(
     failures: bool = True,
     strict: bool = False,
 ) -> Trace:
-    """Hold the requests of a window of a trace in memory; with `limit`, of its first so many rows.
+    """Load the requests of a window of a trace, or of its first `limit` rows.
 
-    failures: whether requests that were recorded as failed (no output token) are kept. strict: refuses rows that
-    are out of order rather than sorting them. Raises TraceError.
+    failures: keep requests that were recorded as failed (no output token). strict: refuse rows that are out of order
+    instead of sorting them. Raises TraceError.
     """
     tally, drops, requests = Tally(), list[Drop](), list[Request]()
     outside = 0
@@ -85,11 +85,13 @@ def load(
             else:
                 requests.append(request)
     if not tally.read:
-        raise TraceError(str(recording.path), None, f"a trace of the format {recording.name} without a single row")
+        raise TraceError(str(recording.path), None, f"it is a trace of the format {recording.name} without a row")
     if strict and tally.inversions:
-        problem = f"earlier than the row before it, as {tally.inversions} rows are; without --strict they are sorted"
+        problem = (
+            f"it is earlier than the row before it, as {tally.inversions} rows are; without --strict they are sorted"
+        )
         raise TraceError(str(recording.path), tally.first_inversion, problem)
-    requests.sort(key=attrgetter("at_ns"))  # stable: what shares an instant keeps the order of the file
+    requests.sort(key=attrgetter("at_ns"))  # stable: equal times keep the order of the file
     return Trace(
         recording.path,
         recording.sha256(),

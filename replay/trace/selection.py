@@ -1,4 +1,4 @@
-"""Fewer requests of a trace: those of a window, or a share of its conversations."""
+"""The selection of requests of a trace: those of a window, or of a share of its conversations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from tensorferry.replay.trace.seeds import choose
 
 
 class Conversations:
-    """Which requests belong together. Remembers ids while it is asked in the order of time: a trace that names its
-    predecessors (Qwen-Bailian's) says only through them which conversation a request is of."""
+    """The conversations of requests, which must be given in the order of time.
+
+    It remembers ids, since a trace that names predecessors (Qwen-Bailian's) gives conversations only by them.
+    """
 
     def __init__(self) -> None:
-        self._roots: dict[str, str] = {}  #: of requests that have a predecessor or an id: of whose conversation
+        self._roots: dict[str, str] = {}  #: id of a request -> id of its conversation
 
     def of(self, request: Request) -> str:
-        """The same for all requests of a conversation; nothing for one that stands alone."""
+        """Return the conversation's id, which is empty for a request without one."""
         if request.session:
             return request.session
         if not request.parent:
             return request.id and self._roots.setdefault(request.id, request.id)
-        # A predecessor before the start of the recording is one all the same: its children belong together.
+        # Requests whose common predecessor came before the recording belong together too.
         root = self._roots.get(request.parent, request.parent)
         if request.id:
             self._roots[request.id] = root
@@ -31,11 +33,11 @@ class Conversations:
 
 
 class Selection(msgspec.Struct):
-    """Keeps the requests from start_ns to end_ns, exclusive, and of those the share of the conversations."""
+    """The requests from start_ns to end_ns (exclusive), in a share of the conversations."""
 
     start_ns: int | None = None
     end_ns: int | None = None
-    share: float = 1.0  #: of the conversations; the rate falls to so much, and every session stays whole
+    share: float = 1.0  #: of the conversations, each of which stays whole; the rate falls by this factor
     seed: int = 0
     kept: int = 0
     left: int = 0
@@ -53,7 +55,7 @@ class Selection(msgspec.Struct):
         return (self.start_ns is None or at_ns >= self.start_ns) and (self.end_ns is None or at_ns < self.end_ns)
 
     def drawn(self, conversations: Conversations, request: Request) -> bool:
-        """The same whatever else is kept: it depends on the seed and the conversation alone."""
+        """Return whether a conversation is in the share. It depends on the seed and the conversation alone."""
         if self.share >= 1:
             return True
         whose = conversations.of(request) or request.place

@@ -1,5 +1,5 @@
-"""The bytes of a trace as lines of UTF-8: one file or a folder of parts, gzip or plain, with any byte order mark.
-All of it is told by content, never by name."""
+"""The bytes of a trace as lines of UTF-8, from one file or a folder of parts, gzip or plain, with any byte order mark.
+The content decides, never the name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Any, TypeAlias
 
 from tensorferry.codecs.errors import TraceError
 
-#: Longer than any honest row (4 Mi tokens of text); a file without line ends must not be read into memory.
+#: Longer than any valid row (4 Mi tokens of text). A file without line ends must not be read into memory.
 MAX_LINE_NBYTES = 64 << 20
 _CHUNK_NBYTES = 256 << 10
 _TAR_MAGIC = slice(257, 262)  # of its first header, POSIX and GNU alike
@@ -52,25 +52,25 @@ _Peekable: TypeAlias = "io.BufferedReader[Any]"  # generic for type checkers alo
 
 
 class Source:
-    """Where a trace lies. Opened as often as need be; nothing is kept open in between."""
+    """The files of a trace. They are opened for each pass, and closed after it."""
 
     def __init__(self, path: Path) -> None:
         """path: a file, or a folder whose files, ordered by name, are the parts of one trace.
 
-        Raises TraceError: no such file, or one that cannot be read twice.
+        Raises TraceError if there is no such file, or if it cannot be read twice.
         """
         self.path = path
         self.files = _files(path)
-        #: Number of the first line of each file that was opened so far, when they are counted through.
+        #: The number of the first line of each file opened so far, counted over all files.
         self._starts = [1]
 
     @property
     def folder(self) -> Path:
-        """What the relative paths in the trace are relative to."""
+        """The base of the relative paths in the trace."""
         return (self.path if self.path.is_dir() else self.path.parent).resolve()
 
     def sha256(self) -> str:
-        """Of the bytes as they lie there; of several files, one after the other."""
+        """Hash the stored bytes of all files, one after the other."""
         digest = hashlib.sha256()
         for file in self.files:
             with _friendly(file), file.open("rb") as raw:
@@ -79,9 +79,9 @@ class Source:
         return digest.hexdigest()
 
     def lines(self) -> Generator[tuple[int, int, bytes]]:
-        """(line number, offset, line with its end), each as it is asked for; to be closed.
+        """Read (line number, offset, line with its end) one by one. The caller closes the generator.
 
-        offset: what `Lines.at` takes. Raises TraceError: not text, or a compressed file that ends early.
+        offset: for `Lines.at`. Raises TraceError if it is not text, or a compressed file that ends early.
         """
         number = 0
         with _friendly(self.path), ExitStack() as undo:
@@ -96,8 +96,8 @@ class Source:
 
     @contextmanager
     def seekable(self) -> Iterator[Lines]:
-        """The same lines by their offsets. What cannot be read from the middle, as gzip, is unpacked into a
-        temporary file for so long."""
+        """Give the same lines by their offsets. A file that cannot be read from the middle, such as gzip, is unpacked
+        into a temporary file for the block."""
         with _friendly(self.path), ExitStack() as undo:
             stream, _ = self._open(undo)
             if not isinstance(stream, io.BufferedReader) or not stream.seekable():
@@ -108,14 +108,14 @@ class Source:
                 yield Lines(stream)
 
     def place(self, number: int) -> str:
-        """Of a folder, which line of which file line `number` is, for people; of one file, nothing."""
+        """Name the file and line of line `number` of a folder; empty for a single file."""
         if len(self.files) == 1:
             return ""
         part = bisect_right(self._starts, number) - 1
         return f"{self.files[part].relative_to(self.path)}:{number - self._starts[part] + 1}: "
 
     def _open(self, undo: ExitStack) -> tuple[_Peekable, int]:
-        """The lines as one stream, and the offset of the first."""
+        """Open the lines as one stream. Returns it and the offset of the first line."""
         if len(self.files) == 1:
             raw = undo.enter_context(io.BufferedReader(self.files[0].open("rb", buffering=0), _CHUNK_NBYTES))
             head = raw.peek(4)
@@ -127,7 +127,7 @@ class Source:
         return io.BufferedReader(_Chunks(chunks), _CHUNK_NBYTES), 0
 
     def _parts(self) -> Generator[bytes]:
-        """Everything in the files, as UTF-8, each ending in a line end."""
+        """Read all files as UTF-8, each with a line end at its end."""
         count = 1
         self._starts = []
         for file in self.files:
@@ -147,7 +147,7 @@ class Source:
 
 
 class Lines:
-    """Lines by their offsets."""
+    """The lines of a stream, by their offsets."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -163,17 +163,19 @@ def _files(path: Path) -> list[Path]:
         if stat.S_ISREG(mode):
             return [path]
         if not stat.S_ISDIR(mode):
-            raise TraceError(str(path), None, "not a regular file; a trace is read twice, so it cannot be a pipe")
+            raise TraceError(str(path), None, "it is not a regular file; a trace is read twice, so it cannot be a pipe")
         files = []
         for file in sorted(path.rglob("*")):
             if file.name.startswith(".") or file.is_dir():
                 continue
             if not file.is_file():
-                problem = "neither a file nor a folder: a pipe, or a link to nothing; a folder is one trace, of files"
+                problem = (
+                    "it is neither a file nor a folder, but a pipe or a broken link; remove it from the trace's folder"
+                )
                 raise TraceError(str(file), None, problem)
             files.append(file)
     if not files:
-        raise TraceError(str(path), None, "a folder without a single file")
+        raise TraceError(str(path), None, "it is a folder without a file; name a trace")
     return files
 
 
@@ -199,7 +201,7 @@ class _Chunks(io.RawIOBase):
 
 
 def _ends_lines_with_cr(head: bytes) -> bool:
-    """Whether a text that starts so has the line ends of old Mac OS. A CR at the very end may be half of a CRLF."""
+    """Return whether a text that starts so has CR line ends. A CR at the very end may be half of a CRLF."""
     return b"\n" not in head and b"\r" in head[:-1]
 
 
@@ -208,7 +210,7 @@ def _unpacked(file: _Peekable) -> _Peekable:
 
 
 def _utf8(path: Path, file: _Peekable) -> Generator[bytes]:
-    """What is in the file, in UTF-8 and without a byte order mark."""
+    """Read the file as UTF-8, without a byte order mark."""
     _refuse_foreign(path, file)
     if file.peek(2)[:2] in _WIDE:
         with io.TextIOWrapper(file, "utf-16", newline="\n") as text:
@@ -227,7 +229,7 @@ def _refuse_foreign(path: Path, file: _Peekable) -> None:
         raise TraceError(
             str(path),
             None,
-            "a Python pickle. Unpickling runs whatever code the file names, so replay never does it; "
+            "a Python pickle. Unpickling can run any code that the file names, so replay never does it; "
             "docs/traces.md shows how to write such a dump as JSON lines where it was made",
         )
     if head.startswith(_GZIP):

@@ -1,4 +1,4 @@
-"""Which part of a trace is meant: from and to a time in it."""
+"""A part of a trace between two times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BARE = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time in a trace: a date, or how far it is from the first request."""
+    """A time in a trace: a date, or a time after the first request."""
 
     ns: int
     absolute: bool
 
     @classmethod
     def parse(cls, text: str) -> Moment:
-        """`2023-11-16 18:20:00`, `1h30m`, `250ms`, or seconds. Raises ValueError with a sentence."""
+        """Read `2023-11-16 18:20:00`, `1h30m`, `250ms`, or seconds. Raises ValueError with a sentence."""
         text = text.strip()
         if _BARE.fullmatch(text):
             return cls(int(Decimal(text) * NS), False)
@@ -57,6 +57,6 @@ class Window:
         return any(moment is not None and moment.absolute for moment in (self.start, self.end))
 
     def bounds_ns(self, origin_ns: int) -> tuple[int | None, int | None]:
-        """On the trace's own clock, whose first request is at `origin_ns`; None: no bound."""
+        """Return the bounds on the trace's clock, whose first request is at `origin_ns`; None: no bound."""
         start_ns = None if self.start is None else self.start.at_ns(origin_ns)
         return start_ns, None if self.end is None else self.end.at_ns(origin_ns)

@@ -1,1 +1,1 @@
-"""Requests of a trace to what is sent."""
+"""The step from the requests of a trace to the bytes that are sent."""

@@ -1,12 +1,12 @@
-"""Where the images of a trace come from that only counts them: sizes that somebody measured.
+"""Measured image sizes, for the images of a trace that only counts them.
 
-| `--image-model` | what an image is |
+| `--image-model` | the size of an image |
 |---|---|
-| `modserve` | of a published distribution, that of the service behind the Azure LMM trace; see `sizes.py` |
-| `coco` | of the size of one of 20,288 photos: COCO 2017 test-dev, whose longer side is capped at 640 |
-| `640x480` | always that size: width x height |
-| a file of sizes | of one of them: CSV with `width`, `height` and, where it is there, `count` |
-| another trace | like one of its images: of that size, or of so many tokens under the deployment's processor |
+| `modserve` | from the published distribution of the service behind the Azure LMM trace; see `image_sizes.py` |
+| `coco` | that of one of 20,288 photos: COCO 2017 test-dev, whose longer side is at most 640 |
+| `640x480` | always this width x height |
+| a file of sizes | one of those in the CSV file, which has `width`, `height` and perhaps `count` |
+| another trace | that of one of its images, or one of so many tokens under the deployment's processor |
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ImageModel(Protocol):
     def name(self) -> str: ...
 
     def image(self, place: int | str, index: int) -> Image:
-        """Image `index` of the request at `place`: its size or its tokens. Seeded: always the same one."""
+        """Return image `index` of the request at `place`, with its size or tokens. Equal seeds give equal images."""
 
 
 class Measured:
-    """Images as often as they were measured."""
+    """A model that draws images as often as they were measured."""
 
     def __init__(self, name: str, counts: Mapping[Image, int], seed: int) -> None:
         """counts: at least one, above 0."""
@@ -59,7 +59,7 @@ class Measured:
 
 
 def image_model(spec: str, seed: int) -> ImageModel:
-    """The model of an `--image-model`. Raises TraceError for a file that is none, ValueError for what names none."""
+    """Make the model of an `--image-model`. Raises TraceError for an unusable file, ValueError for an unknown name."""
     if spec == "modserve":
         return SizeModel(seed)
     if spec == "coco":
@@ -68,7 +68,7 @@ def image_model(spec: str, seed: int) -> ImageModel:
     if match := _FIXED.fullmatch(spec):
         width, height = int(match[1]), int(match[2])
         if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
-            raise ValueError(f"{spec}: sides of 1 to {MAX_SIDE} and at most {MAX_PIXELS} pixels")
+            raise ValueError(f"{spec} is out of range; give sides of 1 to {MAX_SIDE} and at most {MAX_PIXELS} pixels")
         return Measured(spec, {Image(width=width, height=height): 1}, seed)
     path = Path(spec)
     if not spec or not path.exists():
@@ -77,13 +77,13 @@ def image_model(spec: str, seed: int) -> ImageModel:
 
 
 def _from_file(path: Path) -> Counter[Image]:
-    """A list of sizes, or the images of a trace."""
+    """Read a list of sizes, or the images of a trace."""
     if path.is_file():
         with path.open("rb") as file:
             header = file.readline(4096).decode("utf-8-sig", "replace").casefold()
         if "width" in header and "height" in header and not header.lstrip().startswith("{"):
             if path.stat().st_size > _MAX_SIZES_NBYTES:
-                problem = f"more than {_MAX_SIZES_NBYTES} bytes of sizes; count equal ones together"
+                problem = f"it has more than {_MAX_SIZES_NBYTES} bytes; count equal sizes together in a column count"
                 raise TraceError(str(path), None, problem)
             return _sizes(str(path), path.read_text("utf-8-sig", "replace"))
     images: Counter[Image] = Counter()
@@ -93,14 +93,17 @@ def _from_file(path: Path) -> Counter[Image]:
         if READABLE not in problem.problem:
             raise
         problem_text = (
-            "not a trace that replay knows, and no list of sizes: a CSV file with the columns width and height"
+            "it is neither a trace that replay knows nor a list of sizes; a list is a CSV file with the columns width "
+            "and height"
         )
         raise TraceError(str(path), None, problem_text) from None
     with closing(recording.requests(Tally())) as requests:
         for request in requests:
             images.update(image for image in request.images if image.width or image.tokens)
     if not images:
-        raise TraceError(str(path), None, "no image in it of a known size or number of tokens")
+        raise TraceError(
+            str(path), None, "it has no image of a known size or number of tokens; name another trace or model"
+        )
     return images
 
 
@@ -121,10 +124,10 @@ def _sizes(file: str, text: str) -> Counter[Image]:
             height = whole(values.get("height"), "height", MAX_SIDE, least=1)
             count = whole(values.get("count", 1), "count", _MAX_COUNT)
         except BrokenRow as broken:
-            raise TraceError(file, row, broken.problem) from None  # a model has no rows to spare
+            raise TraceError(file, row, broken.problem) from None  # a dropped row would change the distribution
         if width * height > MAX_PIXELS:
             raise TraceError(file, row, f"{width} x {height} pixels; at most {MAX_PIXELS}")
         sizes[Image(width=width, height=height)] += count
     if not sizes.total():
-        raise TraceError(file, None, "sizes, and not one of them")
+        raise TraceError(file, None, "it has no size with a count above 0")
     return +sizes

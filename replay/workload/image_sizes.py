@@ -1,11 +1,10 @@
 """Image sizes for a trace that only counts images.
 
-The sizes of the images behind the Azure LMM trace were never published. ModServe (SoCC 2025, section 3.2) says
-of the same service that width and height have a median around 500 pixels and a 95th percentile above 1000.
-This model is that sentence: a log-normal side with those two quantiles, times the aspect ratios of 20,288
-photos (COCO 2017 test-dev, `image_info_test-dev2017.json`, counted over its widths and heights), lying as
-often as standing, since width and height are said to be alike. COCO's own sizes would not do: it caps the
-longer side at 640.
+The sizes of the images behind the Azure LMM trace were never published. ModServe (SoCC 2025, section 3.2) says of the
+same service that width and height have a median around 500 pixels and a 95th percentile above 1000. This model has a
+log-normal side with those two quantiles, times the aspect ratios of 20,288 photos (COCO 2017 test-dev,
+`image_info_test-dev2017.json`, counted over its widths and heights). Landscape is as frequent as portrait, since width
+and height are said to be alike. COCO's own sizes do not fit: its longer side is at most 640.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from tensorferry.replay.trace.seeds import choose
 
 MEDIAN_PX = 500
 P95_PX = 1050
-#: Longer : shorter side -> its share of COCO photos, in thousandths.
+#: Longer to shorter side -> its share of COCO photos, in thousandths.
 ASPECTS = {(4, 3): 466, (3, 2): 418, (1, 1): 55, (16, 9): 47, (2, 1): 14}
-#: So many sizes of side stand for the whole distribution, each as likely as the next. A trace of a million
-#: images then needs a few hundred different JPEGs, which are made before the clock starts.
+#: So many equally likely sides stand for the whole distribution. A trace of a million images then needs only a few
+#: hundred different JPEGs, which are made before the clock starts.
 SIDES = 32
 
 
 def _sides() -> list[float]:
-    """The middles of SIDES equal parts of the log-normal distribution of the geometric mean of the sides.
+    """Return the middles of SIDES equal parts of the log-normal distribution of the sides' geometric mean.
 
     Its deviation is a little below that of width and height, which the aspect ratios widen.
     """
@@ -39,7 +38,7 @@ def _sides() -> list[float]:
 
 
 class SizeModel:
-    """Draws (width, height), seeded: the same image of the same row always has the same size."""
+    """A model that draws (width, height). With equal seeds, the same image of the same row has the same size."""
 
     name = "modserve"
 
@@ -50,12 +49,12 @@ class SizeModel:
         self._bounds = list(accumulate(ASPECTS.values()))
 
     def image(self, place: int | str, index: int) -> Image:
-        """As `ImageModel` has it."""
+        """Return the image, as `ImageModel` specifies."""
         width, height = self.draw(place, index)
         return Image(width=width, height=height)
 
     def draw(self, place: int | str, index: int) -> tuple[int, int]:
-        """The size of image `index` of the request at `place`."""
+        """Return the size of image `index` of the request at `place`."""
         number = choose(self._seed, "size", place, index)
         side = self._sides[number % SIDES]
         aspect = self._aspects[bisect(self._bounds, (number >> 16) % self._bounds[-1])]

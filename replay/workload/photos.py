@@ -1,14 +1,13 @@
-"""Photographs that stand in for images whose bytes a trace does not have.
+"""Photos that replace images whose bytes a trace does not have.
 
-Noise would be the easy filler and the wrong one: it does not compress, so a 500 x 500 JPEG of it is several
-times the size of a photo's, and every buffer on the way is sized by that.
+Noise would be wrong: it does not compress, so a 500 x 500 JPEG of noise is several times as large as a photo's, and
+the sizes of all buffers depend on that.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from PIL import Image, ImageOps
 from tensorferry.codecs.errors import FerryError
 
 JPEG_QUALITY = 85
-MAX_PHOTOS = 16  #: of a folder; decoded they lie in memory together, up to 12 MiB each
-MAX_PHOTO_SIDE = 2048  #: larger ones are reduced once, when loaded
-MAX_PHOTO_PIXELS = 64_000_000  #: larger ones are passed over, told from their header
+MAX_PHOTOS = 16  #: of a folder; all are held in memory decoded, each of up to 12 MiB
+MAX_PHOTO_SIDE = 2048  #: larger photos are reduced as they are loaded
+MAX_PHOTO_PIXELS = 64_000_000  #: photos with more, by their header, are skipped
 
 
 class PhotoError(FerryError):
@@ -34,7 +33,7 @@ class PhotoError(FerryError):
 
 
 class Photo:
-    """A decoded photo, upright, RGB. `jpeg` is thread-safe: it only reads."""
+    """A decoded photo, upright and RGB. `jpeg` is thread-safe, since it only reads."""
 
     def __init__(self, name: str, image: Image.Image) -> None:
         self.name, self._image = name, image
@@ -45,8 +44,9 @@ class Photo:
         return self._image.width / self._image.height
 
     def jpeg(self, width: int, height: int) -> bytes:
-        """The middle of the photo as a JPEG of exactly this size; the same bytes every time (under one version
-        of Pillow and its libjpeg). Cropped to the aspect ratio rather than squeezed, as a user's photo would be.
+        """Encode the middle of the photo as a JPEG of exactly this size, cropped to the aspect ratio.
+
+        The bytes are the same every time, under one version of Pillow and its libjpeg.
         """
         full_width, full_height = self._image.size
         scale = min(full_width / width, full_height / height)
@@ -60,9 +60,9 @@ class Photo:
 
 
 def load_photos(folder: Path | None) -> list[Photo]:
-    """The first MAX_PHOTOS readable photos of a folder in the order of their names; None: the bundled three.
+    """Load the first MAX_PHOTOS readable photos of a folder, by name. None means the three bundled photos.
 
-    Files that are no usable image are passed over. Raises PhotoError when none is left.
+    Files that are not usable images are skipped. Raises PhotoError if no photo is left.
     """
     if folder is None:
         bundled = resources.files("tensorferry.replay.workload").joinpath("photos")
@@ -78,16 +78,16 @@ def load_photos(folder: Path | None) -> list[Photo]:
             break
         try:
             photos.append(_load(path.name, path.read_bytes()))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # what Pillow raises for bad files
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow's errors for bad files
             continue
     if not photos:
-        raise PhotoError(str(folder), "no image in it that can be read")
+        raise PhotoError(str(folder), "it has no image that can be read; name a folder of photos")
     return photos
 
 
 def _load(name: str, data: bytes) -> Photo:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # damaged EXIF, many pixels: decided here, not printed
+        warnings.simplefilter("ignore")  # of damaged EXIF and many pixels, which are handled here
         with Image.open(io.BytesIO(data)) as image:
             if image.width * image.height > MAX_PHOTO_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels")
@@ -95,7 +95,3 @@ def _load(name: str, data: bytes) -> Photo:
             upright = ImageOps.exif_transpose(image).convert("RGB")
     upright.thumbnail((MAX_PHOTO_SIDE, MAX_PHOTO_SIDE))
     return Photo(name, upright)
-
-
-def names(photos: Sequence[Photo]) -> list[str]:
-    return [photo.name for photo in photos]

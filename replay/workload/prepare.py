@@ -1,7 +1,7 @@
-"""Everything a replay will send, made before its clock starts.
+"""The preparation of a replay, which makes everything to be sent before the clock starts.
 
-Decoding, resizing and encoding images between two sends is the classic way for a replayer to fall behind its
-own schedule. Equal images are made once and shared.
+A replayer that decodes, resizes and encodes images between two sends falls behind its own schedule. Equal images are
+made once and shared.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tensorferry.replay.trace.seeds import choose
 from tensorferry.replay.trace.trace_file import NAMED_PER_REASON
 from tensorferry.replay.workload.image_models import ImageModel
 from tensorferry.replay.workload.image_sizes import SizeModel
-from tensorferry.replay.workload.photos import Photo, PhotoError, names
+from tensorferry.replay.workload.photos import Photo, PhotoError
 from tensorferry.replay.workload.token_ids import TokenSource
 
-#: Pixels of different invented images: about two seconds of two cores. Above it fewer photos share the work,
-#: down to one for each size; sizes are never changed.
+#: The most pixels of different invented images, about two seconds of two cores. Above it fewer photos are used
+#: (at least one for each size); sizes are never changed.
 PIXEL_BUDGET = 256_000_000
 MAX_PREPARED_PIXELS = 12_000_000_000  #: about 2 GiB of JPEG
 MAX_FILE_NBYTES = 256 << 20
-#: Up to so many invented token ids (256 MiB) are made beforehand; in a longer trace each prompt is made when it
+#: Up to so many invented token ids (256 MiB) are made beforehand. In a longer trace each further prompt is made as it
 #: is sent, which costs the sender some 10 us a thousand tokens.
 HELD_TOKENS = 64 << 20
 
 Part = str | bytes | npt.NDArray[np.int32]
-#: progress(done, total): of the images that have to be read or made.
+#: progress(done, total): counts the images to be read or made.
 Progress = Callable[[int, int], None]
 
 
@@ -55,53 +55,53 @@ class UnusableSize(FerryError):
 
 
 class ImageSizer(Protocol):
-    """What a replay needs to know of the deployment's processor. Both raise UnusableSize."""
+    """The part of the deployment's processor that a replay needs. Both methods raise UnusableSize."""
 
     def rows_for(self, width: int, height: int) -> int:
-        """Placeholder tokens of an image of this size."""
+        """Return the number of placeholder tokens of an image of this size."""
 
     def size_for(self, rows: int, aspect: float) -> tuple[int, int]:
-        """A (width, height) near that aspect ratio with `rows` placeholder tokens, or as near as can be."""
+        """Return a (width, height) near that aspect ratio with `rows` placeholder tokens, or as close as possible."""
 
 
 class Invented(msgspec.Struct):
-    """What the trace did not say and the replay made up; the report prints it."""
+    """The parts that the replay invented because the trace lacks them. The report prints them."""
 
     photos: list[str]
-    image_model: str = ""  #: what images of modelled size are like, if there are any
-    images_recorded: int = 0  #: bytes in the trace, or from files it names
+    image_model: str = ""  #: the model of the modelled sizes, if there are any
+    images_recorded: int = 0  #: their bytes are in the trace, or in files that it names
     images_of_given_size: int = 0  #: size recorded, picture invented
     images_of_given_tokens: int = 0  #: tokens recorded, size chosen to match, picture invented
     images_off_their_tokens: int = 0  #: of those, how many the processor cannot match exactly
     images_of_modelled_size: int = 0  #: only their number recorded; size and picture invented
     different_images: int = 0  #: different contents among all of the above
-    encoded_nbytes: int = 0  #: of those different images together
+    encoded_nbytes: int = 0  #: the sum of those different images
     prompts: int = 0  #: requests whose token ids are invented (their number was recorded)
-    answers: int = 0  #: requests before which the answers of earlier turns stand, whose token ids are invented
+    answers: int = 0  #: requests that include answers of earlier turns, whose token ids are invented
     prompts_without_text: int = 0  #: images took all of the recorded context, so no tokens are left for text
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A request and what it sends."""
+    """A request and its content."""
 
     request: Request
     images: tuple[bytes, ...]
-    text_tokens: int  #: to invent; 0 where there is none, or where `request.text` is sent
+    text_tokens: int  #: how many to invent; 0 if there is no text, or `request.text` is sent
     ids: npt.NDArray[np.int32] | None
-    before: tuple[Prepared, ...] = ()  #: the turns whose prompts and answers stand in front of it, oldest first
+    before: tuple[Prepared, ...] = ()  #: the earlier turns whose prompts and answers precede it, oldest first
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to make when it is sent."""
+        """Whether nothing remains to be made as it is sent."""
         return not self.before and (self.ids is not None or not self.text_tokens)
 
     @property
     def all_images(self) -> list[Image]:
-        """As the trace knows them, those of the conversation so far included."""
+        """The images as the trace describes them, with those of earlier turns."""
         return [image for prepared in (*self.before, self) for image in prepared.request.images]
 
     def parts(self, tokens: TokenSource) -> list[Part]:
-        """What is sent: the conversation so far, then its own words and images as they follow each other."""
+        """Return what is sent: the conversation so far, then its own text and images in their order."""
         parts: list[Part] = []
         for earlier in self.before:
             parts += earlier.own(tokens)
@@ -110,7 +110,7 @@ class Prepared(msgspec.Struct, frozen=True):
         return parts + self.own(tokens)
 
     def own(self, tokens: TokenSource) -> list[Part]:
-        """Without the conversation so far."""
+        """Return its own text and images, without the conversation so far."""
         request = self.request
         parts: list[Part] = [part if isinstance(part, str) else self.images[part] for part in request.layout]
         if not request.layout:
@@ -126,12 +126,12 @@ class Prepared(msgspec.Struct, frozen=True):
 
 class Preparation(msgspec.Struct, frozen=True):
     requests: list[Prepared]  #: in the order of the trace
-    drops: list[Drop]  #: those that cannot be made
+    drops: list[Drop]  #: requests that cannot be made
     invented: Invented
-    payload_sha256: str = ""  #: of all that will be sent: equal for equal files, seeds and sizes
+    payload_sha256: str = ""  #: of everything to be sent; equal for equal files, seeds and sizes
 
 
-Key = tuple[int, int, int] | Path | bytes  #: photo, width, height; or a file; or the bytes themselves
+Key = tuple[int, int, int] | Path | bytes  #: (photo, width, height), a file, or the bytes themselves
 
 
 def prepare(
@@ -145,13 +145,12 @@ def prepare(
     progress: Progress = lambda done, total: None,
     roots: Sequence[Path] = (),
 ) -> Preparation:
-    """Choose every size and make every byte. Blocks for seconds; call it off the event loop.
+    """Choose every size and make every byte. Blocks for seconds, so call it off the event loop.
 
-    model: what images are that the trace only counts; None: `SizeModel`. roots: folders, beside the trace's own, below
-    which it may name files: it may be somebody else's, and what it names is sent. An image file that is not there, or
-    elsewhere, drops the one request that names it; one that is there and damaged is sent as it is, since what a
-    deployment makes of it is a result. Raises PhotoError when the trace asks for more different images than memory
-    should hold.
+    model: chooses the images that the trace only counts; None: `SizeModel`. roots: folders, beside the trace's own, in
+    which it may name files. The limit exists because a trace may come from others, and the files that it names are
+    sent. A missing or forbidden image file drops the request that names it. A damaged one is sent as it is, since the
+    deployment's reaction is a result. Raises PhotoError if the trace needs more different images than fit in memory.
     """
     choices = _choose_images(trace, photos, sizer, seed, model or SizeModel(seed))
     contents = _make(choices.wanted(), photos, Roots([_folder(trace), *roots]), progress)
@@ -190,7 +189,7 @@ def prepare(
 
 
 def _payload_sha256(requests: Iterable[Prepared], tokens: TokenSource) -> str:
-    """Of every request's own parts, in their order. Two builds that were sent the same have the same."""
+    """Hash every request's own parts, in their order. Equal loads have equal hashes."""
     whole = hashlib.sha256()
     images: dict[int, bytes] = {}  # by identity: equal images are one object
     for prepared in requests:
@@ -208,16 +207,16 @@ def _payload_sha256(requests: Iterable[Prepared], tokens: TokenSource) -> str:
 
 
 class _Choices:
-    """For each request of a trace, in its order, the images it will send."""
+    """The images that each request of a trace sends, in the order of the trace."""
 
     def __init__(self, invented: Invented) -> None:
         self.keys: list[tuple[Key, ...]] = []
-        self.rows: dict[int | str, int] = {}  #: by place: placeholder tokens, where the text gets what they leave
+        self.rows: dict[int | str, int] = {}  #: by place: placeholder tokens, which context_tokens includes
         self.problems: dict[int | str, tuple[str, str]] = {}  #: by place
         self.invented = invented
 
     def wanted(self) -> list[Key]:
-        """Each different image once, in the order of first use."""
+        """Return each different image once, in the order of first use."""
         return list(dict.fromkeys(key for keys in self.keys for key in keys))
 
     def pixels(self) -> int:
@@ -225,7 +224,7 @@ class _Choices:
 
 
 def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, model: ImageModel) -> _Choices:
-    """Sizes are given by the trace or the model; with how many different photos each is shown is ours to choose."""
+    """Choose the images. The trace or the model gives sizes; the number of photos for each size is chosen here."""
     variants = len(photos)
     while True:
         choices = _choose_with(trace, photos, sizer, seed, model, variants)
@@ -234,14 +233,17 @@ def _choose_images(trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, see
             break
         variants = variants * 2 // 3
     if pixels > MAX_PREPARED_PIXELS:
-        raise PhotoError(str(trace.path), f"its images have {pixels} different pixels to make; take fewer with --limit")
+        raise PhotoError(
+            str(trace.path),
+            f"its different images have {pixels} pixels, and at most {MAX_PREPARED_PIXELS} can be made; use --limit",
+        )
     return choices
 
 
 def _choose_with(
     trace: Trace, photos: Sequence[Photo], sizer: ImageSizer, seed: int, model: ImageModel, variants: int
 ) -> _Choices:
-    invented = Invented(names(photos))
+    invented = Invented([photo.name for photo in photos])
     choices = _Choices(invented)
     folder = _folder(trace)
     by_tokens: dict[tuple[int, int], tuple[int, int]] = {}
@@ -253,7 +255,7 @@ def _choose_with(
         return by_size[size]
 
     def choose_image(place: int | str, index: int, image: Image) -> Key:
-        """What to send for it."""
+        """Choose the content to send for an image."""
         if image.recorded:
             invented.images_recorded += 1
             return image.data or folder / image.path
@@ -301,8 +303,8 @@ Unusable = tuple[str, str]  #: reason and sentence of a drop
 def _make(
     wanted: Sequence[Key], photos: Sequence[Photo], roots: Roots, progress: Progress
 ) -> dict[Key, bytes | Unusable]:
-    """The bytes of each image, or why a file has none. Pillow works outside the interpreter lock, so threads are enough
-    to use every core."""
+    """Make the bytes of each image, or say why a file has none. Pillow releases the interpreter lock, so threads use
+    every core."""
 
     def make(key: Key) -> bytes | Unusable:
         if isinstance(key, bytes):
@@ -319,15 +321,15 @@ def _make(
             made[key] = content
             progress(len(made), len(wanted))
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C: what is being made is finished, the rest is not begun
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C images in work are finished, and no other is begun
     return made
 
 
 def _read(path: Path, roots: Roots) -> bytes | Unusable:
-    """A recorded image, byte for byte: re-encoding it would replay another picture."""
+    """Read a recorded image, byte for byte, since encoding it again would change the picture."""
     try:
         return roots.read(path, MAX_FILE_NBYTES)
     except OutsideRoots as problem:
-        return "forbidden_image", f"{path}: {problem.strerror}; --media-root allows more"
+        return "forbidden_image", f"{path}: {problem.strerror}; --media-root allows further folders"
     except OSError as problem:
         return "missing_image", f"{path}: {problem.strerror or problem}"

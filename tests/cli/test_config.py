@@ -8,7 +8,6 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
 import pytest
@@ -27,7 +26,7 @@ SOUND = "name: a\ntransport: shm\nnodes: 1\n"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs `tensorferry ARGS` in an empty folder; a bug's exception is raised here."""
+    """Run `tensorferry ARGS` in an empty folder. The exception of a bug is raised here."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args: str) -> object:
@@ -45,14 +44,14 @@ def file(tmp_path):
 
 @pytest.fixture
 def command_raising(monkeypatch):
-    """Puts a command in the place of `up` that raises this."""
+    """Replace `up` by a command that raises this exception."""
 
     def place(problem: BaseException) -> None:
         @click.command()
         def command() -> None:
             raise problem
 
-        monkeypatch.setitem(sys.modules, "tensorferry.cli.up", SimpleNamespace(command=command))
+        monkeypatch.setattr("tensorferry.cli.up.command", command)
 
     return place
 

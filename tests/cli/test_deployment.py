@@ -1,4 +1,4 @@
-"""`tensorferry status` and `tensorferry down`, of a deployment that somebody else has started."""
+"""`tensorferry status` and `tensorferry down` work on a deployment that another process has started."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_down_now_cancels_also_who_is_too_busy_to_see_the_first_signal_before_th
 
 
 def pids(file: Path) -> dict[tuple[str, int], int]:
-    """Who holds which lock, of those that say so."""
+    """Return the owners of the locks whose files name them."""
     runtime = Runtime.of(load(file))
     members = [("deployment", 0), ("tokenizer", 0), ("encoder", 0), ("encoder", 1), ("scheduler", 0)]
     owners = {(stage, rank): runtime.owner(stage, rank) for stage, rank in members}
@@ -180,7 +180,7 @@ def test_a_second_up_is_refused_also_where_somebody_has_removed_the_whole_folder
 def test_down_does_not_say_that_a_deployment_has_ended_whose_supervisor_has_no_name(
     file: Path, up: subprocess.Popen[str], until: Callable[..., None], how: str
 ) -> None:
-    """It would have its stages end, and the supervisor would start them again."""
+    """Otherwise it would end the stages, and the supervisor would start them again."""
     before, lock = pids(file), Runtime.of(load(file)).lock("deployment", 0)
     os.kill(up.pid, signal.SIGSTOP)  # so that it cannot make its lock again
     if how == "removed":
@@ -233,7 +233,7 @@ def test_of_a_supervisor_that_is_stopped_down_says_how_to_have_it_go_on(
 
 
 def pending(pid: int) -> set[int]:
-    """The signals that a process has not taken yet. Source: proc_pid_status(5)."""
+    """Return the pending signals of a process. Source: proc_pid_status(5)."""
     fields = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     mask = int(fields["ShdPnd"], 16)
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
@@ -250,7 +250,7 @@ def test_of_a_deployment_that_is_not_running_both_say_so(file: Path) -> None:
 
 @pytest.mark.processes
 def test_status_of_a_deployment_whose_processes_were_all_killed_says_that_it_is_not_running(file: Path) -> None:
-    """Its files are there still, with the numbers of the dead."""
+    """Its files remain, with the process ids of ended processes."""
     runtime = Runtime.of(load(file))
     with subprocess.Popen(["sleep", "0"]) as dead:
         pass
@@ -270,7 +270,7 @@ def test_status_of_a_deployment_whose_processes_were_all_killed_says_that_it_is_
 def test_status_of_a_process_that_has_not_come_up_yet_says_that_it_starts(
     file: Path, until: Callable[..., None]
 ) -> None:
-    """And of one that is not there, that it is gone."""
+    """A process that does not run is `gone`."""
     command = [sys.executable, "-m", "tensorferry", "start", "encoder", "--config", str(file)]
     with subprocess.Popen(command) as encoder:
         try:
@@ -289,7 +289,7 @@ def test_status_of_a_process_that_has_not_come_up_yet_says_that_it_starts(
 
 @pytest.mark.processes
 def test_a_number_that_is_another_process_s_by_now_is_left_alone(file: Path) -> None:
-    """A lock file that a killed supervisor left behind names it; the number may be anybody's."""
+    """A lock file that a killed supervisor left names its process id, which another process may now have."""
     runtime = Runtime.of(load(file))
     with subprocess.Popen(["sleep", "1000"]) as bystander:
         try:

@@ -1,4 +1,4 @@
-"""`tensorferry doctor`, on this machine and with stub drivers, and what a deployment then really does (B14, B17)."""
+"""`tensorferry doctor` on this machine and with stub drivers agrees with what a deployment then does (B14, B17)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_p9_with_a_stub_gpu(stub_cuda) -> None:
-    """A machine that can do it all: what this version cannot do yet is said to come later."""
+    """On a machine that can do everything, doctor says which transports this version does not have yet."""
     stub_cuda.plan(gpus=[{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}], fail={"cuMemCreate fabric": DENIED})
     report = json.loads(run("doctor", "--json", environ=stub_cuda.environ).stdout)
     for rung in ("cuda_ipc", "cuda_vmm"):
@@ -284,7 +284,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 class Up:
-    """`tensorferry up`, until `stop`."""
+    """Run `tensorferry up` until `stop`."""
 
     def __init__(self, file: Path, environ: dict[str, str], *settings: str) -> None:
         arguments = [argument for setting in settings for argument in ("--set", setting)]
@@ -309,7 +309,7 @@ class Up:
             self._process.communicate()
 
     def stop(self) -> list[dict[str, Any]]:
-        """Drain it; what it has logged."""
+        """Drain it, and return its log."""
         self._process.send_signal(signal.SIGINT)
         _, err = self._process.communicate(timeout=DEADLINE_S)
         assert self._process.returncode == 0, err
@@ -324,7 +324,7 @@ def photo(seed: int) -> bytes:
 
 
 async def ask(deployment: Deployment, images: int) -> set[str]:
-    """Requests with so many JPEGs; how their features travelled."""
+    """Send requests with so many JPEGs, and return how their features travelled."""
     async with Client.connect(deployment, timeout_s=DEADLINE_S) as client:
         answers = await asyncio.gather(*(client.submit(["a ", photo(seed)], output_tokens=1) for seed in range(images)))
         return {item.transport for answer in answers for item in answer.items}
@@ -332,7 +332,7 @@ async def ask(deployment: Deployment, images: int) -> set[str]:
 
 @pytest.mark.processes
 def test_p2_auto_on_a_stub_gpu_whose_ipc_fails_is_shm_with_one_line(file: Path, stub_cuda) -> None:
-    """B17 through the command line: the flag says yes, the second process says no, and nothing crashes later."""
+    """B17 through the command line: the flag claims support, the second process denies it; nothing crashes."""
     stub_cuda.plan(fail={"cuIpcOpenMemHandle": "CUDA_ERROR_INVALID_VALUE"})
     with Up(file, stub_cuda.environ, "pool.inline_below_kb=0") as up:
         carried = asyncio.run(ask(load(file), 4))
@@ -362,7 +362,7 @@ def test_b17_an_explicit_choice_stops_at_the_start(file: Path, stub_cuda) -> Non
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["cpu", "shm"])
 def test_b14_without_gpu_transport_no_process_calls_the_driver(file: Path, stub_cuda, transport: str) -> None:
-    """20 JPEG requests: neither the supervisor nor any stage so much as loads the driver."""
+    """With 20 JPEG requests neither the supervisor nor any stage loads the driver."""
     with Up(file, stub_cuda.environ, f"transport={transport}", "pool.inline_below_kb=0") as up:
         asyncio.run(ask(load(file), 20))
         up.stop()
@@ -392,7 +392,7 @@ def test_p2_a_deployment_of_text_alone_reserves_no_pool(file: Path) -> None:
 
 @pytest.mark.processes
 def test_one_process_started_by_hand_decides_for_itself(file: Path) -> None:
-    """Nobody else is there, so it is told to stop once it has said what it has decided."""
+    """No other process runs, so it is stopped once it has logged its decision."""
     process = subprocess.Popen(
         [*COMMAND, "start", "scheduler", "--config", str(file)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

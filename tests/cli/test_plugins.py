@@ -1,4 +1,4 @@
-"""Commands and plug-ins: who imports one, and what is said when one raises; all mistakes of a file at once."""
+"""Commands import plug-ins only where needed, report what they raise, and name all mistakes of a file at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(may_start_processes: None, tmp_path: Path) -> Run:
-    """Runs `tensorferry ARGS` as a process with tmp_path on its PYTHONPATH."""
+    """Run `tensorferry ARGS` as a process with tmp_path on its PYTHONPATH."""
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "PYTHONPATH": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
@@ -101,8 +101,8 @@ def test_config_check_says_what_it_has_not_imported(run: Run, file: Path) -> Non
     said = run("config", "check", "--no-import", str(file)).stdout.splitlines()
     assert said == [
         f"{file}: ok",
-        "note: --no-import: not imported, so not checked: tokenizer.processor: my_processor:Mine, "
-        "model.adapter: my_adapter:Mine, scheduler.engine: my_engine:Mine",
+        "note: --no-import: these plug-ins were not imported, so they were not checked: "
+        "tokenizer.processor: my_processor:Mine, model.adapter: my_adapter:Mine, scheduler.engine: my_engine:Mine",
     ]
 
 
@@ -239,7 +239,7 @@ def test_a_choice_that_is_none_is_told_the_choices(tmp_path: Path) -> None:
 
 
 def test_what_follows_from_a_mistake_is_not_told(tmp_path: Path) -> None:
-    """The default in place of a value that is not known is nobody's mistake."""
+    """The default that replaces an unknown value is not reported as a mistake."""
     file = tmp_path / "a.yaml"
     file.write_text(
         "name: 5\ntransport: cqu\npool: {budget_mb: 1}\ntokenizer: {workers: 2}\n"

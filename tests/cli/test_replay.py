@@ -1,4 +1,4 @@
-"""`tensorferry replay` and `submit` up to the deployment, which is a fake here: options, exit status, files."""
+"""`tensorferry replay` and `submit` run against a fake deployment: options, exit status, files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import pytest
 import structlog
 from click.testing import CliRunner, Result
 
-from tensorferry.cli import replay, submit
+from tensorferry.cli import submit
 from tensorferry.cli.main import main
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.client import prompt_parts as pieces
+from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.process.supervisor import Supervisor
 
 DATA = Path(__file__).parents[1] / "data" / "traces"
 LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
@@ -32,7 +34,7 @@ def log_as_it_was() -> Any:
 
 
 class FakeClient:
-    """Fails the requests whose turn is in `bad`."""
+    """A client that fails the requests whose number is in `bad`."""
 
     def __init__(self, bad: Sequence[int]) -> None:
         self.bad, self.parts = bad, list[Sequence[object]]()
@@ -58,17 +60,21 @@ class FakeClient:
 
 @pytest.fixture
 def deployment(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the command connects to; `bad` says which requests fail, `seen` what it was asked for."""
-    state: dict[str, Any] = {"bad": ()}
+    """The deployment that the command starts and connects to. `bad` names the requests that fail."""
+    state: dict[str, Any] = {"bad": (), "started": 0}
 
     @asynccontextmanager
-    async def connected(
-        deployment: Deployment, file: Path, settings: Sequence[str], attach: bool
-    ) -> AsyncIterator[FakeClient]:
-        state.update(deployment=deployment, settings=settings, attach=attach, client=FakeClient(state["bad"]))
+    async def running(deployment: Deployment, file: Path, settings: Sequence[str]) -> AsyncIterator[None]:
+        state.update(settings=settings, started=state["started"] + 1)
+        yield
+
+    @asynccontextmanager
+    async def connect(deployment: Deployment, *, timeout_s: float) -> AsyncIterator[FakeClient]:
+        state.update(deployment=deployment, client=FakeClient(state["bad"]))
         yield state["client"]
 
-    monkeypatch.setattr(replay, "_connected", connected)
+    monkeypatch.setattr(Supervisor, "running", running)
+    monkeypatch.setattr(Client, "connect", connect)
     return state
 
 
@@ -118,7 +124,7 @@ def test_a_deployment_started_for_a_replay_logs_no_line_per_request(deployment: 
     replayed("servegen.jsonl", "--set", "telemetry.log_level=info")
     assert deployment["deployment"].telemetry.log_level == "info"
     replayed("servegen.jsonl", "--attach")
-    assert deployment["attach"]
+    assert deployment["started"] == 2, "an attached replay starts nothing"
     assert deployment["deployment"].telemetry.log_level == "info"
 
 
@@ -155,7 +161,7 @@ def test_rows_that_are_all_broken_start_nothing_and_are_reported(deployment: dic
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--speed", "fast"), "neither a number nor max"),
+        (("--speed", "fast"), "neither a number, a fraction such as 1/3, nor max"),
         (("--speed", "0"), "not between"),
         (("--concurrency", "0"), "--concurrency"),
         (("--limit", "-1"), "--limit"),
@@ -186,20 +192,25 @@ def test_a_file_that_is_no_trace_is_one_sentence(deployment: dict[str, Any]) -> 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The parts that `submit` sent; `outcome` is what it gets."""
+    """The parts that `submit` sent. `outcome` is the answer that it gets."""
     request = bytes(16)
     item = wire.ItemReport(2, (1, 4, 6), 6, "shm", 9000, bytes(range(16)))
     marks = (wire.Mark("received", 1_000_000), wire.Mark("answered", 13_500_000))
     state: dict[str, Any] = {"outcome": wire.Result(request, 0, 20, 16, (item,), marks)}
 
-    async def send(
-        deployment: Deployment, parts: Sequence[pieces.Part], output_tokens: int, timeout_s: float
-    ) -> wire.Result | wire.Failed | wire.Busy:
-        state["parts"] = parts
-        outcome: wire.Result | wire.Failed | wire.Busy = state["outcome"]
-        return outcome
+    class Submitting:
+        async def submit(
+            self, parts: Sequence[pieces.Part], *, output_tokens: int, deadline_s: float
+        ) -> wire.Result | wire.Failed | wire.Busy:
+            state["parts"] = parts
+            outcome: wire.Result | wire.Failed | wire.Busy = state["outcome"]
+            return outcome
 
-    monkeypatch.setattr(submit, "_submit", send)
+    @asynccontextmanager
+    async def connect(deployment: Deployment, *, timeout_s: float) -> AsyncIterator[Submitting]:
+        yield Submitting()
+
+    monkeypatch.setattr(Client, "connect", connect)
     return state
 
 
@@ -237,7 +248,7 @@ def test_submit_needs_something_to_send(sent: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_window_is_replayed_from_its_own_first_request(deployment: dict[str, Any], tmp_path: Path) -> None:
-    """Duty 7 of a faithful replay: rebased after the window was cut."""
+    """Duty 7 of a faithful replay: times are rebased after the window is cut."""
     result = replayed("azure_lmm.csv", "--start", "5.6s", "--end", "2024-10-15T12:00:07.4Z", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -268,7 +279,7 @@ def test_a_trace_without_times_needs_a_rate_or_no_schedule(deployment: dict[str,
 
 
 def test_a_rate_is_refused_where_the_trace_has_times(deployment: dict[str, Any]) -> None:
-    """Not silently ignored, as in tools that then call the result a run at that rate."""
+    """Other tools ignore the rate silently, and call the result a run at that rate."""
     result = replayed("servegen.jsonl", "--rate", "3")
     assert result.exit_code == 1
     assert "times of its own" in result.stderr

@@ -1,4 +1,4 @@
-"""A deployment seen live: the table of `top`, what heartbeats tell, and a dashboard of metrics that there are."""
+"""`top` shows a live deployment by its heartbeats, and the dashboard uses only metrics that exist."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_80_columns_have_all_that_an_operator_asks_for_first() -> None:
 
 
 def test_the_largest_numbers_fit_80_columns_and_many_processes_24_lines() -> None:
-    """Nothing is cut short; and where processes have to be left out, those in trouble are not."""
+    """No cell is truncated. If processes are left out, those that are not ready are shown."""
     most = {
         "in_flight": 65_536.0,
         "queued": 65_536.0,
@@ -116,7 +116,8 @@ def test_the_largest_numbers_fit_80_columns_and_many_processes_24_lines() -> Non
     numbers = ["99", "min", "65536", "65536", "12345.6", "600000", "600000*", "100%", "999999"]
     assert first.split() == ["tokenizer-200", "ready", *numbers]
     assert last.split() == ["tokenizer-239", "quarantined", *numbers]
-    assert lines[-2:] == ["* the longest, of fewer than 100 requests", "22 more processes: see --once"]
+    longest = "* the longest latency, since there were fewer than 100 requests"
+    assert lines[-2:] == [longest, "22 more processes are hidden; --once shows all"]
 
 
 def test_another_life_of_a_process_has_no_rate_yet() -> None:
@@ -172,7 +173,7 @@ def three_free_ports() -> int:
 
 @pytest.fixture
 def serving(may_start_processes: None, tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A deployment that has answered a few requests: its file, and its first port of metrics."""
+    """Run a deployment that has answered a few requests. Gives its file and its first port of metrics."""
     port = three_free_ports()
     program = [sys.executable, "-P", "-m", "tensorferry"]
     with tempfile.TemporaryDirectory(prefix="tf-") as runtime:
@@ -229,13 +230,13 @@ def test_what_runs_is_shown_and_the_dashboard_asks_for_metrics_that_there_are(se
 
 
 def plain(said: str) -> str:
-    """What was written to a terminal, without colours; where the cursor goes up to write anew, lines begin."""
+    """Return the lines written to a terminal, without colours. A line begins where the cursor goes up to redraw."""
     return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", said.replace("\r", "").replace("\x1b[1A", "\n"))
 
 
 @contextlib.contextmanager
 def under_load(file: Path) -> Iterator[None]:
-    """Eight requests are in flight for the length of the block, and all of them well."""
+    """Keep eight requests in flight during the block. All of them must succeed."""
     over = threading.Event()
 
     async def one_after_the_other(client: Client) -> None:

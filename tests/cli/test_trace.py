@@ -1,4 +1,4 @@
-"""`tensorferry trace`: what it says of a trace is so, and what it writes is the trace."""
+"""`tensorferry trace` describes a trace correctly, and the traces that it writes equal their source."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_description_says_where_when_and_how_much() -> None:
 
 
 def test_burstiness_is_arithmetic(write: Write) -> None:
-    """12 requests at known times: two of a millisecond's gap, the rest a second apart."""
+    """There are 12 requests at known times: two are a millisecond apart, the others a second."""
     times = [0, 1, 1000, *range(2000, 11_000, 1000)]
     arrivals = told(write(*at(*times)))["arrivals"]
     gaps = [b - a for a, b in pairwise(times)]
@@ -130,11 +130,11 @@ def test_drops_and_order_are_said_for_people(write: Write) -> None:
         "4 read = 3 requests + 1 dropped",
         "1 x not_json",
         "line 4: ",
-        "1 rows before an earlier one, by 0.002 s",
+        "1 rows are earlier than the row before, by at most 0.002 s",
     ):
         assert part in said, part
     glued = run("describe", write(*at(*range(0, 9000, 100), 0, 1))).stdout
-    assert "recordings one after the other" in " ".join(glued.split())
+    assert "looks like several recordings" in " ".join(glued.split())
 
 
 def test_quantiles_of_counts_are_nearest_rank() -> None:
@@ -156,7 +156,7 @@ def test_what_is_no_trace_is_one_sentence(tmp_path: Path) -> None:
 
 
 def bare(requests: list[Request]) -> list[Request]:
-    """Without what belongs to the file rather than to the request."""
+    """Return a request without the fields that depend on the file."""
     return [msgspec.structs.replace(request, line=0, turn=0, notes=()) for request in requests]
 
 
@@ -305,7 +305,7 @@ def test_a_cut_from_any_dress_is_readable(tmp_path: Path, file: str) -> None:
 
 
 def test_turns_go_where_their_conversation_goes(write: Write, tmp_path: Path) -> None:
-    """A delay after a turn that was cut away would be a time after nothing."""
+    """A delay after a turn that was cut away would have no origin."""
     rows: list[dict[str, Any]] = [
         {"session_id": "a", "timestamp": 0, "text": "x"},
         {"session_id": "b", "timestamp": 500, "text": "x"},

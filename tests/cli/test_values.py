@@ -1,4 +1,4 @@
-"""Values that no command can mean are refused before any work, with the option's name."""
+"""Values that are out of bounds are refused before any work, with the option's name."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_what_attaches_with_other_settings_is_refused_with_both_values(up: Path,
         assert refused.returncode == 2, refused.stderr
         assert "--set: pool.budget_mb: 32 here, but encoder-0 runs with 16" in refused.stderr
         assert "--set: tokenizer.workers: 2 here, but encoder-0 runs with 1\n" in refused.stderr
-        assert refused.stderr.count("give the settings that it was started with") == 1
+        assert refused.stderr.count("give the settings that the deployment was started with") == 1
         served = tensorferry(*command, "--set", "telemetry.log_level=error")
         assert served.returncode == 0, served.stderr
         assert "settings" not in served.stderr

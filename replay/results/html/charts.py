@@ -1,6 +1,6 @@
-"""Plots as SVG that stands in a page: colours are the page's own variables, so they follow its light and dark.
+"""Plots as SVG elements of a page. Their colours are the page's variables, so they follow its light and dark.
 
-Drawn by matplotlib, which is imported here and nowhere else: those who only serve need not have it.
+matplotlib draws them. It is imported here and nowhere else, since a machine that only serves does not need it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,22 +22,22 @@ from tensorferry.replay.results.time_series import UNSENT, Bins, Floats, Span, d
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Colours that nobody else uses, each of which becomes a variable of the page's style sheet.
+#: Placeholder colours, which occur nowhere else. Each becomes a variable of the page's style sheet.
 INK, MUTED, GRID, PAPER = "#010203", "#010204", "#010205", "#010206"
 COLOURS = tuple(f"#0102{number:02x}" for number in range(0x10, 0x1C))
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
     colour: f"c{number}" for number, colour in enumerate(COLOURS)
 }
-BAD = COLOURS[5]  #: what one would rather not see
-#: Of each part of the way, none of them twice, and `BAD` not among them.
+BAD = COLOURS[5]  #: failures and fallbacks
+#: The colour of each part of a request's path. They differ from each other and from `BAD`.
 _PARTS = {
     name: COLOURS[number]
     for name, number in zip((*SPANS.values(), UNSENT), (10, 9, 1, 11, 0, 2, 3, 6, 4, 7, 8), strict=True)
 }
-#: Inches of 72 points: narrow enough for a telephone, where a plot is as wide as the screen, to be read there.
+#: In inches of 72 points. A plot is so narrow that it can be read on a telephone, where it is as wide as the screen.
 WIDTH, HEIGHT = 5.0, 3.0
 
-#: Of a legend, in points: its width, what stands beside each name, and a character of 9 points.
+#: A legend's measures in points: its width, the handle beside each name, and a character of 9 points.
 _LEGEND_PT, _HANDLE_PT, _CHARACTER_PT = 320.0, 30.0, 4.6
 
 _STYLE: dict[str, Any] = {
@@ -59,24 +59,24 @@ _STYLE: dict[str, Any] = {
     "lines.linewidth": 1.7,
 }
 
-#: Of lines that may lie on each other: what is under the second shows through it.
+#: Styles of lines that may overlap, so that a covered line shows through the gaps of the upper one.
 _DASHES: tuple[Any, ...] = ("-", (0, (3, 1.5)), (0, (1, 1)))
 
 Draw = Callable[["Axes"], None]
 
 
 def installed() -> bool:
-    """Whether there is a matplotlib to draw with."""
+    """Return whether matplotlib is installed."""
     from importlib.util import find_spec
 
     return find_spec("matplotlib") is not None
 
 
 def svg(name: str, draw: Draw, *, height: float = HEIGHT) -> str:
-    """A plot as an `<svg>` element; the same bytes for the same numbers.
+    """Draw a plot as an `<svg>` element. Equal numbers give equal bytes.
 
-    name: unique in its page, as the ids inside are made from it. height: in inches; the width is that of all. Raises
-    ReportError without matplotlib.
+    name: unique in its page, since the ids inside are made from it. height: in inches; all plots have one width.
+    Raises ReportError without matplotlib.
     """
     if not installed():
         raise ReportError(name, "plots need matplotlib: pip install 'tensorferry[report]'")
@@ -87,13 +87,13 @@ def svg(name: str, draw: Draw, *, height: float = HEIGHT) -> str:
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure.add_subplot())
         written = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no links to vocabularies, no time of day
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no links, no date
         figure.savefig(written, format="svg", metadata=nothing, transparent=True)
     return _in_page(written.getvalue(), name)
 
 
 def _in_page(document: str, name: str) -> str:
-    """The element alone, as wide as its place, its colours and ids the page's."""
+    """Cut out the element, as wide as its place, and give it the page's colours and ids."""
     element = document[document.index("<svg") :].strip()
     element = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', element, count=1)
     element = re.sub(
@@ -109,7 +109,7 @@ def _in_page(document: str, name: str) -> str:
 
 
 def distributions(values_s: Mapping[str, Floats], marked: Sequence[float] = (0.5, 0.9, 0.99)) -> Draw:
-    """Which share of the requests took at most so long; seconds, on a logarithmic axis."""
+    """Draw the share of requests that took at most each time, in seconds on a logarithmic axis."""
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import LogLocator
@@ -123,7 +123,7 @@ def distributions(values_s: Mapping[str, Floats], marked: Sequence[float] = (0.5
             axes.axhline(wanted * 100, color=MUTED, linewidth=0.7, linestyle=(0, (2, 3)))
         axes.set_xscale("log")
         low_s, high_s = axes.get_xlim()
-        if high_s < 100 * low_s:  # by themselves there would be one number on it, or none
+        if high_s < 100 * low_s:  # the default ticks would put at most one number on it
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
         axes.xaxis.set_minor_formatter(lambda value, _: "")
@@ -137,7 +137,7 @@ def distributions(values_s: Mapping[str, Floats], marked: Sequence[float] = (0.5
 def lines(
     at_s: Floats, values: Mapping[str, Floats], unit: str, *, seconds: bool = False, stepped: bool = False
 ) -> Draw:
-    """Values over the time of the run. seconds: they are durations. stepped: one value for each bin."""
+    """Draw values over the time of the run. seconds: they are durations. stepped: one value for each bin."""
 
     def draw(axes: Axes) -> None:
         for colour, dashes, (name, line) in zip(cycle(COLOURS), cycle(_DASHES), values.items(), strict=False):
@@ -156,7 +156,7 @@ def lines(
 
 
 def traces(values: Mapping[str, tuple[Floats, Floats]], unit: str, end_s: float, limit: float | None = None) -> Draw:
-    """Values over the time of the run, each with times of its own. limit: a line that they should keep below."""
+    """Draw values over the time of the run, each with times of its own. limit: a line for their upper limit."""
 
     def draw(axes: Axes) -> None:
         for colour, (name, (at_s, line)) in zip(cycle(COLOURS), values.items(), strict=False):
@@ -172,7 +172,7 @@ def traces(values: Mapping[str, tuple[Floats, Floats]], unit: str, end_s: float,
 
 
 def layers(at_s: Floats, values: Mapping[str, Floats], unit: str) -> Draw:
-    """Values over the time of the run, one upon the other."""
+    """Draw values over the time of the run, stacked."""
 
     def draw(axes: Axes) -> None:
         colours = [_of_part(name) for name in values]
@@ -186,7 +186,7 @@ def layers(at_s: Floats, values: Mapping[str, Floats], unit: str) -> Draw:
 
 
 def columns(bins: Bins, values: Mapping[str, Floats], unit: str) -> Draw:
-    """What was counted in each bin, one upon the other; the last one is what one would rather not see."""
+    """Draw the counts of each bin, stacked. The last value has the colour `BAD`."""
 
     def draw(axes: Axes) -> None:
         below = np.zeros(bins.count)
@@ -202,25 +202,21 @@ def columns(bins: Bins, values: Mapping[str, Floats], unit: str) -> Draw:
 
 
 def bars(values_s: Mapping[str, tuple[float, float]], names: tuple[str, str]) -> Draw:
-    """Two durations for each of several things, the second the longer one, from top to bottom."""
+    """Draw two durations for each name, the second one the longer, from top to bottom."""
 
     def draw(axes: Axes) -> None:
         places = np.arange(len(values_s))
         shorter, longer = zip(*values_s.values(), strict=True)
-        axes.barh(places, shorter, 0.62, color=COLOURS[0], label=names[0], zorder=2.1)  # in front, and named first
+        axes.barh(places, shorter, 0.62, color=COLOURS[0], label=names[0], zorder=2.1)  # in front of the others
         axes.barh(places, longer, 0.62, color=MUTED, alpha=0.35, label=names[1])
-        axes.set_yticks(places, list(values_s))
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
+        _name_axis(axes, values_s)
         _legend(axes, 2)
 
     return draw
 
 
 def timelines(rows: Mapping[str, Sequence[Span]]) -> Draw:
-    """The way of several requests, each from its own beginning, from top to bottom."""
+    """Draw the paths of several requests, each from its own start, from top to bottom."""
 
     def draw(axes: Axes) -> None:
         longest_s = max((spans[-1].end_ms - spans[0].start_ms for spans in rows.values()), default=1.0) / 1e3
@@ -236,30 +232,22 @@ def timelines(rows: Mapping[str, Sequence[Span]]) -> Draw:
                 axes.barh(
                     place, length_s, 0.7, left=(span.start_ms - spans[0].start_ms) / 1e3, color=colour, label=label
                 )
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
+        _name_axis(axes, rows)
         _legend(axes, len(shown), columns=3)
 
     return draw
 
 
 def intervals(values: Mapping[str, tuple[float, float, float]], unit: str, *, seconds: bool = False) -> Draw:
-    """An estimate with its interval (low, estimate, high) for each of several things, from top to bottom."""
+    """Draw an estimate with its interval (low, estimate, high) for each name, from top to bottom."""
 
     def draw(axes: Axes) -> None:
         for place, (low, middle, high) in enumerate(values.values()):
             axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=3.5, solid_capstyle="round", alpha=0.45)
             axes.plot([middle], [place], "o", color=COLOURS[0], markersize=6)
-        axes.set_yticks(range(len(values)), list(map(_folded, values)))
+        _name_axis(axes, list(map(_folded, values)), seconds=seconds)
         axes.set_ylim(len(values) - 0.5, -0.5)
         axes.set_xlim(left=0)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(False, axis="y")
-        if seconds:
-            axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
         axes.set_xlabel(unit)
 
     return draw
@@ -268,7 +256,7 @@ def intervals(values: Mapping[str, tuple[float, float, float]], unit: str, *, se
 def curve(
     x: Sequence[float], y: Sequence[float], x_unit: str, y_unit: str, marked: Mapping[str, float] = MappingProxyType({})
 ) -> Draw:
-    """One value by another, which is on a logarithmic axis. marked: places on that axis, and what is there."""
+    """Draw y over x, which has a logarithmic axis. marked: x values to mark, by name."""
 
     def draw(axes: Axes) -> None:
         axes.plot(x, y, "o-", color=COLOURS[0], markersize=3.5)
@@ -285,7 +273,7 @@ def curve(
 
 
 def duration_text(value_s: float) -> str:
-    """Short: 20 ms, 1.5 s, 10 min."""
+    """Write a duration briefly: 20 ms, 1.5 s, 10 min."""
     if value_s == 0:
         return "0"
     for least, unit, name in ((3600, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms")):
@@ -295,13 +283,24 @@ def duration_text(value_s: float) -> str:
 
 
 def _of_part(name: str) -> str:
-    """The colour of a part of a request's way: the same one in all plots."""
+    """Return the colour of a part of a request's path, which is the same in all plots."""
     return _PARTS.get(name, BAD)
 
 
 def _folded(name: str) -> str:
-    """A name in three lines at most, and none so long that it takes the plot's room."""
+    """Wrap a name to at most three lines, none so long that it takes the plot's room."""
     return "\n".join(textwrap.wrap(name, 30, max_lines=3, placeholder=" \u2026")) or name
+
+
+def _name_axis(axes: Axes, names: Iterable[str], *, seconds: bool = True) -> None:
+    """Write a name beside each row, from top to bottom. seconds: the other axis has durations."""
+    rows = list(names)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    if seconds:
+        axes.xaxis.set_major_formatter(lambda value, _: duration_text(value))
 
 
 def _time_axis(axes: Axes, end_s: float) -> None:
@@ -310,11 +309,11 @@ def _time_axis(axes: Axes, end_s: float) -> None:
 
 
 def _legend(axes: Axes, count: int, *, columns: int = 4) -> None:
-    """Above the plot, where it hides nothing; none for a single thing, which the caption names."""
+    """Draw a legend above the plot, where it hides nothing. A single value has none, since the caption names it."""
     handles, labels = axes.get_legend_handles_labels()
     if count > 1 and labels:
         names = list(map(_folded, labels))
         a_name = _HANDLE_PT + _CHARACTER_PT * max(len(line) for name in names for line in name.splitlines())
-        columns = max(1, min(columns, count, int(_LEGEND_PT / a_name)))  # else it is cut at the right
+        columns = max(1, min(columns, count, int(_LEGEND_PT / a_name)))  # more would be cut at the right
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
         axes.legend(handles, names, ncols=columns, handlelength=1.2, **place)

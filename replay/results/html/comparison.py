@@ -1,4 +1,4 @@
-"""The page that puts several ways of running side by side."""
+"""The page that compares groups of runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tensorferry.replay.results.html.page import Figure, Table
 
 
 def report(groups: Sequence[Group], comparison: Comparison) -> bytes:
-    """The page. Raises ReportError without matplotlib."""
+    """Make the page. Raises ReportError without matplotlib."""
     first = groups[0].runs[0].summary
     runs = sum(len(group.runs) for group in groups)
     title = f"{len(groups)} ways to run {first.trace.file.rpartition('/')[2]}"
-    lead = f"{runs} runs; values are means of runs, with intervals of 95 %; changes are from the first row"
+    lead = f"{runs} runs; values are means of runs with 95 % intervals; changes are from the first row"
     return page.document(
         "comparison.html",
         title,
@@ -28,7 +28,7 @@ def report(groups: Sequence[Group], comparison: Comparison) -> bytes:
 
 
 def value_text(metric: Metric, estimate: Estimate) -> str:
-    """A number with its interval: `1.20 s [1.10, 1.31]`."""
+    """Write a number with its interval: `1.20 s [1.10, 1.31]`."""
     scale, unit, digits = {"s": (1.0, "s", 3), "1/s": (1.0, "/s", 2), "%": (100.0, "%", 2)}[metric.unit]
     value = f"{estimate.value * scale:.{digits}f} {unit}"
     if estimate.low is None or estimate.high is None:
@@ -37,7 +37,7 @@ def value_text(metric: Metric, estimate: Estimate) -> str:
 
 
 def change_text(value: Value) -> str:
-    """By how much it is more or less than the first one; empty for that one."""
+    """Write the change from the first group; empty for that group."""
     if value.change is None:
         return ""
     change = value.change
@@ -62,7 +62,7 @@ def _table(comparison: Comparison) -> Table:
 
 def _distributions(groups: Sequence[Group]) -> Figure:
     curves = {group.name: pooled_latencies(group) for group in groups}
-    explained = "Which share of the requests of all its runs was answered within the time below."
+    explained = "The share of the requests of all runs that were answered within the time below."
     return page.plot("latency", "How long requests took", explained, charts.distributions(curves))
 
 

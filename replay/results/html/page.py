@@ -1,4 +1,4 @@
-"""What the templates of pages are given: figures and tables. Text is escaped there, by jinja2, and only there."""
+"""The figures and tables that the page templates show. jinja2 escapes all text, in the templates only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Marked(NamedTuple):
 
 
 class Table(NamedTuple):
-    """said: the columns that hold sentences rather than numbers. A cell may be `Marked`."""
+    """A table. said: the columns that hold sentences instead of numbers. A cell may be `Marked`."""
 
     head: Sequence[str]
     rows: Iterable[Sequence[object]]
@@ -42,14 +42,14 @@ class Table(NamedTuple):
 
 
 def plot(name: str, caption: str, explained: str, draw: Draw, *, height: float = HEIGHT) -> Figure:
-    """A figure; `name` as for `charts.svg`. Raises ReportError without matplotlib."""
+    """Draw a figure; `name` as for `charts.svg`. Raises ReportError without matplotlib."""
     return Figure(caption, explained, svg(name, draw, height=height))
 
 
 def document(template: str, title: str, lead: str, alarms: Iterable[str] = (), **parts: object) -> bytes:
-    """A page in one file: its style is inside, it runs no script, and it loads nothing.
+    """Render a page as one file. Its style is inside, it runs no script, and it loads nothing.
 
-    template: one of those in `templates`, beside `page.html` and `parts.html`. parts: what it shows.
+    template: one of those in `templates`, but not `page.html` or `parts.html`. parts: the template's variables.
     """
     style = files(_PACKAGE).joinpath("style.css").read_text(encoding="utf-8")
     page = _TEMPLATES.get_template(template)

@@ -1,4 +1,4 @@
-"""report.html: one run, so that somebody who was not there can see what happened, and do it again."""
+"""The page report.html, which shows one run, and all that is needed to repeat it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tensorferry.replay.results.report import (
     maxima_notes,
     size_text,
     step_notes,
+    time_rows,
     trace_text,
     warnings,
 )
 from tensorferry.replay.results.result_folder import Row, Run
-from tensorferry.replay.results.summary import Quantiles, Reason, Step, Summary
+from tensorferry.replay.results.summary import Quantiles, Step, Summary
 
 SLOWEST = 12
 STEP_HEAD = (
-    "part of the way",
+    "part of the path",
     "until the step",
     "requests",
     "p50 after the step before",
@@ -40,7 +41,7 @@ _LAYER_POINTS = 240
 
 
 def report(run: Run) -> bytes:
-    """The page. Raises ReportError without matplotlib."""
+    """Make the page. Raises ReportError without matplotlib."""
     s = run.summary
     title = f"{Path(s.trace.file).name} through {s.run.deployment}"
     bins = time_series.Bins.of(max(s.run.duration_s, 1e-3))
@@ -92,23 +93,18 @@ def _latency(run: Run, bins: time_series.Bins) -> dict[str, object]:
         page.plot(
             "latency",
             "How long requests took",
-            f"Which share was answered within the time below{since}; dotted: 50, 90 and 99 %.",
+            f"The share of requests answered within the time below{since}; dotted: 50, 90 and 99 %.",
             charts.distributions(curves),
         ),
         page.plot(
             "latency-over-time",
             "Latency over the run",
-            f"Of the requests that came within each {charts.duration_text(bins.width_s)}; "
-            "where those are fewer than 100, their p99 is their maximum.",
+            f"The latency of the requests that were due in each {charts.duration_text(bins.width_s)}; "
+            "the p99 of fewer than 100 requests is their maximum.",
             charts.lines(bins.edges_s, {"p50": p50, "p99": p99}, "", seconds=True, stepped=True),
         ),
     ]
-    rows = [("latency from actual send", s.latency_ms.from_sent)]
-    if run.scheduled:
-        rows.insert(0, ("latency from intended time", s.latency_ms.from_intended))
-        rows.append(("lateness of sending", s.lateness_ms))
-    values = [[name, *_quantiles(q)] for name, q in rows]
-    times = Table(("of each request", "p50", "p90", "p99", "max"), values, caption="times, ms")
+    times = Table(("of each request", "p50", "p90", "p99", "max"), list(time_rows(s)), caption="times, ms")
     return {"figures": figures, "times": times, "notes": maxima_notes(s)}
 
 
@@ -126,18 +122,18 @@ def _load(run: Run, bins: time_series.Bins) -> list[Figure]:
     at_s = np.linspace(0, max(run.summary.run.duration_s, 1e-3), _LAYER_POINTS)
     where = time_series.whereabouts(run, at_s)
     most = max((values.max() for values in where.values()), default=0.0)
-    where = {name: values for name, values in where.items() if values.max() >= most / 30}  # else a legend of slivers
+    where = {name: values for name, values in where.items() if values.max() >= most / 30}  # smaller ones are invisible
     return [
         page.plot(
             "rates",
             "Requests a second",
-            f"In each {charts.duration_text(bins.width_s)} of the run.",
+            f"The rates in each {charts.duration_text(bins.width_s)} of the run.",
             charts.lines(bins.edges_s, rates, "", stepped=True),
         ),
         page.plot(
             "whereabouts",
             "Where requests were",
-            "All that were in flight, by the part of the way that they were on.",
+            "The requests in flight, by the part of their path.",
             charts.layers(at_s, where, "requests"),
         ),
     ]
@@ -152,7 +148,7 @@ def _pools(run: Run, bins: time_series.Bins) -> dict[str, object]:
             page.plot(
                 "occupancy",
                 "How full pools were",
-                "Bytes lent, as a part of what each pool has; tokenizers' four times a second, encoders' by heartbeat.",
+                "The lent share of each pool: tokenizers' four times a second, encoders' by heartbeat.",
                 charts.traces(
                     {
                         process: (at_s, 100 * nbytes / np.maximum(capacity, 1))
@@ -169,7 +165,7 @@ def _pools(run: Run, bins: time_series.Bins) -> dict[str, object]:
         page.plot(
             "fallbacks",
             "How items travelled",
-            "Those large enough for a pool; a fallback went inline, as the pool had no room for it.",
+            "Items that are large enough for a pool; a fallback went inline because the pool had no room.",
             charts.columns(bins, {"by pool": pooled, "fallback": fell_back}, "items"),
         )
     )
@@ -182,7 +178,7 @@ def _pools(run: Run, bins: time_series.Bins) -> dict[str, object]:
 
 
 def _stages(run: Run) -> dict[str, object]:
-    """Where the time goes in all requests, and in the slowest."""
+    """Show where the time goes in all requests, and in the slowest."""
     steps, rows = run.summary.steps, time_series.slowest(run, SLOWEST)
     figures, slow = [], None
     if steps:
@@ -194,7 +190,7 @@ def _stages(run: Run) -> dict[str, object]:
             page.plot(
                 "stages",
                 "Where the time goes",
-                "From one step to the next, over the requests that were ok.",
+                "The time from one step to the next, over the requests that were ok.",
                 charts.bars(lengths, ("p50", "p99")),
                 height=0.7 + 0.3 * len(lengths),
             )
@@ -205,7 +201,7 @@ def _stages(run: Run) -> dict[str, object]:
             page.plot(
                 "slowest",
                 "The slowest requests",
-                "Each from when it was due; named by its line in the trace.",
+                "Each starts at its due time, and is named by its line in the trace.",
                 charts.timelines(ways),
                 height=1.3 + 0.23 * len(rows),
             )
@@ -232,12 +228,12 @@ def _problems(s: Summary) -> Table | None:
     reasons = [(name, reason) for name, all_of in (("failed", s.failed), ("dropped", s.dropped)) for reason in all_of]
     if not reasons:
         return None
-    rows = [[name, reason.reason, reason.count, _examples(reason)] for name, reason in reasons]
+    rows = [[name, reason.reason, reason.count, "; ".join(reason.examples)] for name, reason in reasons]
     return Table(("", "reason", "count", "such as"), rows, said=(1, 3))
 
 
 def _facts(s: Summary) -> Iterator[tuple[str, str]]:
-    """What somebody needs to do the same again, and to know how much of it was real."""
+    """Return the facts that a repetition needs, and how much of the run was real."""
     yield "trace", f"{s.trace.file}\n{s.trace.format}, sha256 {s.trace.sha256}"
     yield "requests", f"{s.requests.read} read = {s.requests.sent} sent + {s.requests.dropped} dropped"
     yield "payload", f"sha256 {s.run.payload_sha256}"
@@ -253,13 +249,5 @@ def _place(row: Row) -> str:
     return f"line {row.line}.{row.turn}" if row.turn else f"line {row.line}"
 
 
-def _examples(reason: Reason) -> str:
-    return "; ".join(reason.examples)
-
-
 def _only(q: Quantiles) -> str:
     return ", the maximum" if "p99" in q.maxima else ""
-
-
-def _quantiles(q: Quantiles | None) -> list[str]:
-    return ["-"] * 4 if q is None else [f"{value:.2f}" for value in (q.p50, q.p90, q.p99, q.max)]

@@ -1,1 +1,1 @@
-"""One file a trace format, and the table of them."""
+"""The trace formats, and the table of them."""

@@ -1,9 +1,8 @@
-"""AIPerf's files (ai-dynamo/aiperf 0.13.0): single_turn, multi_turn, and the literal rows of mooncake_trace.
+"""AIPerf's formats (ai-dynamo/aiperf 0.13.0): single_turn, multi_turn, and the literal rows of mooncake_trace.
 
-Times are milliseconds; a later turn may have a `delay` after the one before it instead, and with neither it goes as
-soon as the answer before is there. A row with a session is the new turn alone: AIPerf puts the conversation so far in
-front of it, and so does a replay. Relative paths are taken from the folder of the file, where AIPerf takes them from
-wherever it was started.
+Times are milliseconds. A later turn may instead have a `delay` after the turn before. With neither it is sent as soon
+as the turn before is answered. A row with a session is the new turn alone: AIPerf puts the conversation so far in front
+of it, and so does a replay. Relative paths start at the folder of the file; AIPerf's start at its own current folder.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LITERAL = ("input_length", "text_input", "messages", "payload")
 
 
 class Turns:
-    """Times of turns, and images that are named once and meant again: what one row needs of those before it."""
+    """The times and images of earlier turns, which later rows refer to."""
 
     def __init__(self, times: Times | None) -> None:
         self._times = times
@@ -38,21 +37,21 @@ class Turns:
         self._images: dict[str, Image] = {}  #: by uuid
 
     def at_ns(self, row: dict[str, Any], session: str) -> tuple[int, int | None]:
-        """When it is due, and how long after the end of the turn before. Raises BrokenRow."""
+        """Return the due time of a turn, and its delay after the end of the turn before. Raises BrokenRow."""
         times, delay = self._times, row.get("delay")
         says = times is not None and times.value(row) is not None
         if times is not None and says and delay is not None:
-            raise BrokenRow("conflict", f"{times.field} and delay: a turn has one of them")
+            raise BrokenRow("conflict", f"a turn has both {times.field} and delay; give one of them")
         last_ns = self._last_ns.get(session) if session else None
         if delay is not None:
             if last_ns is None:
-                raise BrokenRow("missing", "a delay after a turn that is not there")
+                raise BrokenRow("missing", "the turn has a delay, but no turn before it")
             think_ns = nanoseconds(delay, "delay", _MS_NS)
             at_ns = last_ns + think_ns
         elif times is None:
             think_ns, at_ns = None, last_ns or 0
         elif last_ns is not None and not says:
-            think_ns, at_ns = 0, last_ns  # as soon as the answer before is there
+            think_ns, at_ns = 0, last_ns  # as soon as the turn before is answered
         else:
             think_ns, at_ns = None, times.at_ns(row)
         if session:
@@ -60,9 +59,9 @@ class Turns:
         return at_ns, think_ns
 
     def images(self, row: dict[str, Any]) -> tuple[Image, ...]:
-        """Of a turn. A uuid without an image means the one that had it before. Raises BrokenRow."""
+        """Return the images of a turn. A uuid without an image refers to an earlier image with it. Raises BrokenRow."""
         if row.get("image") is not None and row.get("images") is not None:
-            raise BrokenRow("conflict", "image and images: a turn has one of them")
+            raise BrokenRow("conflict", "a turn has both image and images; give one of them")
         given = [row["image"]] if row.get("image") is not None else _contents(row.get("images"), "images")
         images = tuple(image_at(reference, f"images[{index}]") for index, reference in enumerate(given))
         uuids = row.get("image_uuids") or []
@@ -79,7 +78,7 @@ class Turns:
 
 
 class SingleTurn(JsonRows):
-    """A line is a turn: `text`, `image`, `timestamp`, `output_length`; perhaps `session_id`."""
+    """A line is a turn, with `text`, `image`, `timestamp`, `output_length` and perhaps `session_id`."""
 
     name = "aiperf-single-turn"
 
@@ -93,7 +92,7 @@ class SingleTurn(JsonRows):
 
 
 class MultiTurn(JsonRows):
-    """A line is a conversation: `session_id` and `turns`, each as a line of single_turn."""
+    """A line is a conversation, with `session_id` and `turns`, each of which is like a line of single_turn."""
 
     name = "aiperf-multi-turn"
 
@@ -114,9 +113,10 @@ class MultiTurn(JsonRows):
 
 
 class Mooncake(JsonRows):
-    """github.com/kvcache-ai/Mooncake and AIPerf's mooncake_trace: lengths with identities of blocks of 512 tokens, or
-    one of `text_input`, `messages` and `payload`. Times are milliseconds, and Mooncake's own put up to 28 requests on
-    one instant (a tick of three seconds); they are sent together.
+    """The format of github.com/kvcache-ai/Mooncake and AIPerf's mooncake_trace.
+
+    A row has lengths with identities of blocks of 512 tokens, or one of `text_input`, `messages` and `payload`. Times
+    are milliseconds. Mooncake's own have ticks of three seconds with up to 28 requests, which are sent together.
     """
 
     name = "mooncake"
@@ -130,7 +130,7 @@ class Mooncake(JsonRows):
         row = json_object(line)
         given = [key for key in _LITERAL if row.get(key) is not None]
         if len(given) > 1:
-            raise BrokenRow("conflict", f"{' and '.join(given)}: a row has one of them")
+            raise BrokenRow("conflict", f"a row has {' and '.join(given)}; give one of them")
         session = identity(row.get("session_id"), "session_id")
         if given in ([], ["input_length"]) and not session:
             return self._lengths.parse(line, number)
@@ -161,7 +161,7 @@ class Mooncake(JsonRows):
             blocks=list_of_integers(row.get("hash_ids") or [], "hash_ids"),
             block_tokens=self._block_tokens,
             session=session,
-            continues=bool(session) and given != ["payload"],  # a payload is sent as it stands
+            continues=bool(session) and given != ["payload"],  # a payload is sent as it is
             think_ns=think_ns,
             notes=notes + (prompt.notes if prompt else ()),
         )
@@ -170,9 +170,9 @@ class Mooncake(JsonRows):
 def _turn(row: dict[str, Any], turns: Turns, number: int, session: str, index: int = 0) -> Request:
     for key in _OTHER_MEDIA:
         if row.get(key):
-            raise BrokenRow("unsupported_media", f"{key}, which replay cannot send")
+            raise BrokenRow("unsupported_media", f"it has {key}, which replay cannot send")
     if row.get("text") is not None and row.get("texts") is not None:
-        raise BrokenRow("conflict", "text and texts: a turn has one of them")
+        raise BrokenRow("conflict", "a turn has both text and texts; give one of them")
     at_ns, think_ns = turns.at_ns(row, session)
     texts = [row["text"]] if row.get("text") is not None else _contents(row.get("texts"), "texts")
     if not all(isinstance(text, str) for text in texts):
@@ -194,7 +194,7 @@ def _turn(row: dict[str, Any], turns: Turns, number: int, session: str, index: i
 
 
 def _contents(value: object, name: str) -> list[Any]:
-    """A list of values, or of `{"name", "contents": [values]}`."""
+    """Flatten a list of values, or of `{"name", "contents": [values]}`."""
     if value is None:
         return []
     if not isinstance(value, list):

@@ -29,9 +29,9 @@ _MS_NS = NS // 1000
 
 
 class OpenAIBatch(JsonRows):
-    """`{"custom_id", "method", "url", "body"}`: requests in an order, without times.
+    """Rows of `{"custom_id", "method", "url", "body"}`, which have an order but no times.
 
-    Source: platform.openai.com/docs/guides/batch; read by `vllm run-batch` too.
+    Source: platform.openai.com/docs/guides/batch. `vllm run-batch` reads them too.
     """
 
     name = "openai-batch"
@@ -53,7 +53,7 @@ class OpenAIBatch(JsonRows):
 
 
 class CustomImage(JsonRows):
-    """vLLM's `custom_image` (0.33.0): `{"prompt", "image_files"}`, or `{"content"}` with images among the words."""
+    """vLLM's `custom_image` (0.33.0): `{"prompt", "image_files"}`, or `{"content"}` with images among the text."""
 
     name = "vllm-custom-image"
 
@@ -82,7 +82,7 @@ class CustomImage(JsonRows):
 
 
 class SageMaker(JsonRows):
-    """Data Capture: hourly JSON lines with the request's and the answer's body, as JSON text or base64.
+    """Hourly JSON lines of Data Capture with the request's and the answer's body, as JSON text or base64.
 
     Source: docs.aws.amazon.com/sagemaker, "Data capture".
     """
@@ -115,7 +115,7 @@ class SageMaker(JsonRows):
         return json_object(data)
 
     def _usage(self, captured: dict[str, Any]) -> dict[str, Any]:
-        """What the answer says of its length; it may be a stream, or not have been captured."""
+        """Return the usage that the answer states; empty if it is a stream, or was not captured."""
         try:
             usage = self._body(captured, "endpointOutput").get("usage")
         except BrokenRow:
@@ -124,8 +124,8 @@ class SageMaker(JsonRows):
 
 
 class Dynamo(JsonRows):
-    """`dynamo.request.trace.v1`: one record when a request ends, so not in the order of arrival; among them records of
-    tools, which are no requests. Block identities are unsigned, of 64 bits."""
+    """Rows of `dynamo.request.trace.v1`, one at the end of each request, so not in the order of arrival. Records of
+    tools are among them. Block identities are unsigned and have 64 bits."""
 
     name = "dynamo"
 
@@ -134,7 +134,7 @@ class Dynamo(JsonRows):
         event = object_at(row, "event")
         if event.get("event_type") != "request_end":
             kind = str(event.get("event_type"))[:40]
-            raise BrokenRow("not_a_request", f"a record of the kind {kind}, which is no request")
+            raise BrokenRow("not_a_request", f"it is a record of the kind {kind}, not a request")
         request = object_at(event, "request")
         replay = request.get("replay") or {}
         agent = event.get("agent_context") or {}

@@ -1,7 +1,7 @@
-"""Prompts written out: lists of text and images, as chat completion requests and datasets carry them.
+"""Prompts as lists of text and images, as chat completion requests and datasets have them.
 
-A deployment here has no chat template, so messages become their contents, one after the other; that roles and
-tools were there is noted.
+A deployment has no chat template, so messages become their contents, one after the other. A note says that there were
+roles and tools.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _MEDIA = ("audio", "video", "input_audio", "audio_url", "video_url", "file")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What a request says."""
+    """The content of a request."""
 
-    layout: tuple[str | int, ...]  #: words, and indices into `images`
+    layout: tuple[str | int, ...]  #: text, and indices into `images`
     images: tuple[Image, ...]
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, parts: Iterable[str | Image], notes: tuple[str, ...] = ()) -> Prompt:
-        """Raises BrokenRow: empty, out_of_range."""
+        """Make a prompt of its parts. Raises BrokenRow: empty, out_of_range."""
         layout: list[str | int] = []
         images: list[Image] = []
         characters = 0
@@ -38,16 +38,16 @@ class Prompt(msgspec.Struct, frozen=True):
                 layout.append(part)
                 characters += len(part)
         if not layout:
-            raise BrokenRow("empty", "neither text nor images")
+            raise BrokenRow("empty", "it has neither text nor images")
         if len(images) > MAX_IMAGES:
-            raise BrokenRow("out_of_range", f"{len(images)} images; at most {MAX_IMAGES} can be sent")
+            raise BrokenRow("out_of_range", f"it has {len(images)} images; at most {MAX_IMAGES} can be sent")
         if characters > MAX_TOKENS:
-            raise BrokenRow("out_of_range", f"{characters} characters of text; at most {MAX_TOKENS} can be sent")
+            raise BrokenRow("out_of_range", f"it has {characters} characters of text; at most {MAX_TOKENS} can be sent")
         return cls(tuple(layout), tuple(images), notes)
 
     @classmethod
     def of_messages(cls, messages: object, *, bare_paths: bool = False) -> Prompt:
-        """The messages of a chat completion request. Raises BrokenRow."""
+        """Read the messages of a chat completion request. Raises BrokenRow."""
         if not isinstance(messages, list):
             raise BrokenRow("bad_value", "messages is not a list")
         parts: list[str | Image] = []
@@ -59,22 +59,22 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_body(cls, body: dict[str, Any]) -> Prompt:
-        """The body of a completion request: `messages` or `prompt`. Raises BrokenRow."""
+        """Read `messages` or `prompt` in the body of a completion request. Raises BrokenRow."""
         if "messages" in body:
             prompt = cls.of_messages(body["messages"])
         elif isinstance(body.get("prompt"), str):
             prompt = cls.of([body["prompt"]])
         else:
-            raise BrokenRow("missing", "the body has neither messages nor a prompt of words")
+            raise BrokenRow("missing", "the body has neither messages nor a prompt of text")
         return msgspec.structs.replace(prompt, notes=(*prompt.notes, "tools_not_sent")) if body.get("tools") else prompt
 
 
 def content(value: object, name: str, *, bare_paths: bool) -> list[str | Image]:
-    """Words, or a list of parts: `{"type": "text"}`, `{"type": "image"}`, `{"type": "image_url"}`.
+    """Read text, or a list of parts: `{"type": "text"}`, `{"type": "image"}`, `{"type": "image_url"}`.
 
     Raises BrokenRow.
     """
-    if value is None:  # an assistant's call of a tool
+    if value is None:  # as in an assistant's call of a tool
         return []
     if isinstance(value, str):
         return [value]

@@ -1,4 +1,4 @@
-"""Traces in CSV: one request a row, columns told by the names in the header, never by their place."""
+"""Traces in CSV with one request a row. Columns are found by the names in the header, never by position."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _UNKNOWN = Image()
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """Which columns a CSV trace has, and what they mean. Names are compared without case."""
+    """The columns of a CSV trace and their meaning. Names are compared without case."""
 
     name: str
-    known_by: str  #: no other format has this column
+    known_by: str  #: the column that no other format has
     time: str
-    prompt: str  #: tokens of text, or of text and images where there are `images`
+    prompt: str  #: tokens of text, or of text and images if there are `images`
     output: str
     unit_ns: int | None = None  #: of the time; None: a date
     images: str = ""
@@ -62,23 +62,23 @@ class ColumnRows:
             for column in (columns.images, columns.session, columns.took_s)
         )
         self._dates = WallClocks(columns.time)
-        self._zoned: bool | None = None  #: whether the first good row named its zone
+        self._zoned: bool | None = None  #: whether the first good row names its zone
         self._at_ns: Callable[[str], int] = self._date if columns.unit_ns is None else self._elapsed
 
     def parse(self, line: str, number_of_line: int) -> Request:
-        """The request of one row. Raises BrokenRow."""
+        """Read the request of one row. Raises BrokenRow."""
         cells = split(line, self._delimiter)
         if len(cells) != self._width:
-            raise BrokenRow("field_count", f"{len(cells)} fields; the header has {self._width}")
+            raise BrokenRow("field_count", f"it has {len(cells)} fields; the header has {self._width}")
         columns = self._columns
         at_ns = self._at_ns(cells[self._time])
         images = 0 if self._images is None else _count(cells[self._images], columns.images, MAX_IMAGES)
         prompt = _count(cells[self._prompt], columns.prompt, MAX_TOKENS)
         output = _count(cells[self._output], columns.output, MAX_OUTPUT_TOKENS)
         if not prompt and not images:
-            raise BrokenRow("empty", "neither tokens nor images")
+            raise BrokenRow("empty", "it has neither tokens nor images")
         if self._session is None and self._took is None:
-            if not images:  # most rows there are
+            if not images:  # most rows
                 return Request(line=number_of_line, at_ns=at_ns, output_tokens=output, text_tokens=prompt)
             shared = (_UNKNOWN,) * images
             return Request(line=number_of_line, at_ns=at_ns, output_tokens=output, context_tokens=prompt, images=shared)
@@ -101,11 +101,11 @@ class ColumnRows:
         except BrokenRow as problem:
             if problem.reason != "bad_time" or not cell.strip().replace(".", "", 1).isdigit():
                 raise
-            remedy = f"; of a number say the unit: --keys time={self._columns.time},unit=s"
+            remedy = f"; if it is a number, say its unit: --keys time={self._columns.time},unit=s"
             raise BrokenRow("bad_time", f"{problem.problem}{remedy}") from None
         if zoned is not self._zoned:
             if self._zoned is not None:
-                raise BrokenRow("mixed_zones", "some rows name a time zone and some do not: they cannot be compared")
+                raise BrokenRow("mixed_zones", "some rows name a time zone and some do not, so they cannot be compared")
             self._zoned = zoned
         return at_ns
 
@@ -115,7 +115,7 @@ class ColumnRows:
 
 
 def _count(cell: str, name: str, most: int) -> int:
-    if len(cell) < 6 and cell.isdigit() and cell.isascii():  # nearly all there are, and below every limit but one
+    if len(cell) < 6 and cell.isdigit() and cell.isascii():  # nearly all counts, which are below every limit but one
         count = int(cell)
         if count <= most:
             return count
@@ -123,18 +123,20 @@ def _count(cell: str, name: str, most: int) -> int:
 
 
 def read_header(file: str, kind: Columns, cells: Sequence[str], delimiter: str, line: int) -> ColumnRows:
-    """Raises TraceError where a column is missing or there twice."""
+    """Make the reader of the rows. Raises TraceError if a column is missing or occurs twice."""
     names = [cell.casefold() for cell in cells]
     for column in kind.required:
         if names.count(column.casefold()) > 1:
-            raise TraceError(file, line, f"the column {column} is there twice")
+            raise TraceError(file, line, f"the column {column} occurs twice")
         if column.casefold() not in names:
-            raise TraceError(file, line, f"no column {column}; the format {kind.name} has {', '.join(kind.required)}")
+            raise TraceError(
+                file, line, f"it has no column {column}; the format {kind.name} has {', '.join(kind.required)}"
+            )
     return ColumnRows(kind, cells, delimiter, line)
 
 
 def split(line: str, delimiter: str) -> list[str]:
-    """The cells of one line. A quoted cell ends on its own line, so a stray quote costs that line alone.
+    """Split one line into cells. A quoted cell ends on its own line, so a stray quote breaks that line alone.
 
     Raises BrokenRow (bad_csv).
     """

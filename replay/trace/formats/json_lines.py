@@ -1,4 +1,4 @@
-"""One JSON object a line, numbers kept exact; and the values that many formats have in common."""
+"""The reader of one JSON object a line with exact numbers, and of values that many formats have."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _decode = msgspec.json.Decoder(float_hook=decimal).decode
 
 
 def json_object(line: str | bytes) -> dict[str, Any]:
-    """The object on one line. Raises BrokenRow: not_json, out_of_range."""
+    """Read the object on one line. Raises BrokenRow: not_json, out_of_range."""
     try:
         value = _decode(line)
-    except msgspec.ValidationError:  # of an object that may hold anything: an integer that no int can be made of
-        raise BrokenRow("out_of_range", "a number of thousands of digits; times and counts have 19 at most") from None
+    except msgspec.ValidationError:  # any object is valid, so an integer was too long for an int
+        problem = "it has a number of thousands of digits; times and counts have 19 at most"
+        raise BrokenRow("out_of_range", problem) from None
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as problem:
         raise BrokenRow("not_json", f"not JSON: {problem}") from None
     if not isinstance(value, dict):
-        raise BrokenRow("not_json", f"a JSON {type(value).__name__}, not an object")
+        raise BrokenRow("not_json", f"it is a JSON {type(value).__name__}, not an object")
     return value
 
 
 def object_at(row: dict[str, Any], key: str) -> dict[str, Any]:
-    """Raises BrokenRow: missing, bad_value."""
+    """Return the object at a key. Raises BrokenRow: missing, bad_value."""
     value = row.get(key)
     if not isinstance(value, dict):
         raise BrokenRow("missing" if value is None else "bad_value", f"{key} is not an object")
@@ -40,14 +41,14 @@ def object_at(row: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def list_of_integers(value: object, name: str) -> tuple[int, ...]:
-    """Raises BrokenRow (bad_value). Identities of 64 bits stay what they are: nothing goes through a float."""
+    """Read a list of integers, exactly, so that 64-bit identities are kept. Raises BrokenRow (bad_value)."""
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise BrokenRow("bad_value", f"{name} is not a list of integers")
     return tuple(value)
 
 
 def identity(value: object, name: str) -> str:
-    """An id, which may be text or a number; nothing for None. Raises BrokenRow (bad_value)."""
+    """Read an id, which may be text or a number; empty for None. Raises BrokenRow (bad_value)."""
     if value is None:
         return ""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -58,7 +59,7 @@ def identity(value: object, name: str) -> str:
 
 
 def output_tokens(row: dict[str, Any], *keys: str) -> tuple[int, tuple[str, ...]]:
-    """How much the engine is to make, by the first of these keys that is there, and the note where none is."""
+    """Return the number of output tokens by the first of these keys in the row, and a note if there is none."""
     for key in keys:
         if row.get(key) is not None:
             return whole(row[key], key, MAX_OUTPUT_TOKENS), ()
@@ -66,7 +67,7 @@ def output_tokens(row: dict[str, Any], *keys: str) -> tuple[int, tuple[str, ...]
 
 
 def refuse_unknown(row: dict[str, Any], known: Iterable[str], where: str = "") -> None:
-    """Raises BrokenRow (unknown_key)."""
+    """Raise BrokenRow (unknown_key) if the row has a key that is not known."""
     for key in row:
         if key not in known:
-            raise BrokenRow("unknown_key", f"unknown key {where}{key[:40]}; known are {', '.join(sorted(known))}")
+            raise BrokenRow("unknown_key", f"unknown key {where}{key[:40]}; known keys are {', '.join(sorted(known))}")

@@ -1,5 +1,5 @@
-"""References to images as requests carry them: only those whose bytes are here, in the request or on this
-machine. A replay fetches nothing, so that it depends on nobody's server."""
+"""References to images in requests. Only images in the request or on this machine are read: a replay fetches nothing,
+so that it depends on no other server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SHOWN = 40
 
 
 def image_at(reference: object, name: str, *, bare_paths: bool = True) -> Image:
-    """An image by a `data:` URI, a `file:` URL or (bare_paths) a path.
+    """Read an image reference: a `data:` URI, a `file:` URL or (bare_paths) a path.
 
-    Raises BrokenRow: remote_image for what lies elsewhere, bad_value for what is none of them.
+    Raises BrokenRow: remote_image for an image on a server, bad_value for any other value.
     """
     if not isinstance(reference, str) or not reference:
         raise BrokenRow("bad_value", f"{name} is not a reference to an image")
@@ -30,8 +30,8 @@ def image_at(reference: object, name: str, *, bare_paths: bool = True) -> Image:
         try:
             parts = urlsplit(reference)
             path = unquote(parts.path, errors="strict")
-        except ValueError as problem:  # a broken host, or bytes that are not UTF-8
-            raise BrokenRow("bad_value", f"{name} is {reference[:_SHOWN]!r}, no file: URL: {problem}") from None
+        except ValueError as problem:  # an invalid host, or bytes that are not UTF-8
+            raise BrokenRow("bad_value", f"{name} is {reference[:_SHOWN]!r}, not a file: URL: {problem}") from None
         if parts.netloc not in ("", "localhost"):
             raise BrokenRow("remote_image", f"{name} is {reference[:_SHOWN]!r}, on another machine")
         return Image(path=local_path(path, name))
@@ -43,7 +43,7 @@ def image_at(reference: object, name: str, *, bare_paths: bool = True) -> Image:
 
 
 def local_path(value: object, name: str) -> str:
-    """A path as a trace may name it. Raises BrokenRow (bad_value)."""
+    """Check a path in a trace. Raises BrokenRow (bad_value)."""
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_PATH_CHARACTERS or "\0" in value:
         raise BrokenRow("bad_value", f"{name} is not a path")
     if "://" in value or is_data_url(value):
@@ -52,7 +52,7 @@ def local_path(value: object, name: str) -> str:
 
 
 def decoded(value: object, name: str) -> bytes:
-    """Base64. Raises BrokenRow (bad_value)."""
+    """Decode base64. Raises BrokenRow (bad_value)."""
     try:
         if not isinstance(value, str):
             raise ValueError("not a string")

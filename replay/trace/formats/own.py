@@ -1,4 +1,4 @@
-"""tensorferry's own format, as docs/traces.md describes it: how it is read; `trace_line` writes it."""
+"""The reader of tensorferry's own format, which docs/traces.md describes. `trace_line` writes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MS_NS = NS // 1000
 
 
 class Own(JsonRows):
-    """Unknown keys are refused: a misspelt one would be a request that was never recorded."""
+    """Rows of the format. Unknown keys are refused, since a misspelt key would change the request."""
 
     name = "tensorferry"
 
@@ -35,9 +35,9 @@ class Own(JsonRows):
         refuse_unknown(row, KEYS if self._times is None else KEYS | {self._times.field})
         given = [key for key in ("text", "text_tokens", "context_tokens", "parts") if row.get(key) is not None]
         if len(given) > 1:
-            raise BrokenRow("conflict", f"{' and '.join(given)}: only one of them can be sent")
+            raise BrokenRow("conflict", f"it has {' and '.join(given)}; only one of them can be sent")
         if given == ["parts"] and row.get("images") is not None:
-            raise BrokenRow("conflict", "parts and images: images stand among the parts")
+            raise BrokenRow("conflict", "it has parts and images; put the images among the parts")
         text = row.get("text")
         if text is not None and not isinstance(text, str):
             raise BrokenRow("bad_value", "text is not a string")
@@ -47,10 +47,10 @@ class Own(JsonRows):
         tokens = whole(row[counted], counted, MAX_TOKENS) if counted else 0
         layout, images = _parts(row["parts"]) if given == ["parts"] else ((), _images(row.get("images", [])))
         if not text and not tokens and not images and not layout:
-            raise BrokenRow("empty", "neither text nor images")
+            raise BrokenRow("empty", "it has neither text nor images")
         shared = counted == "context_tokens" and bool(images)
         if shared and any(image.recorded for image in images):
-            raise BrokenRow("conflict", "context_tokens beside image files: give text_tokens, which needs no guess")
+            raise BrokenRow("conflict", "it has context_tokens and image files; give text_tokens, which needs no guess")
         blocks = list_of_integers(row.get("blocks") or [], "blocks")
         return Request(
             line=number,
@@ -75,7 +75,7 @@ class Own(JsonRows):
 def _images(value: object) -> tuple[Image, ...]:
     if isinstance(value, list):
         if len(value) > MAX_IMAGES:
-            raise BrokenRow("out_of_range", f"{len(value)} images; at most {MAX_IMAGES} can be sent")
+            raise BrokenRow("out_of_range", f"it has {len(value)} images; at most {MAX_IMAGES} can be sent")
         return tuple(_image(image, f"images[{index}]") for index, image in enumerate(value))
     if isinstance(value, dict | str):
         raise BrokenRow("not_a_number", f"images is {str(value)[:40]!r}; give a list of images, or how many there are")
@@ -83,7 +83,7 @@ def _images(value: object) -> tuple[Image, ...]:
 
 
 def _parts(value: object) -> tuple[tuple[str | int, ...], tuple[Image, ...]]:
-    """Words and images in the order in which they are sent."""
+    """Read text and images in the order in which they are sent."""
     if not isinstance(value, list):
         raise BrokenRow("bad_value", "parts is not a list")
     layout: list[str | int] = []
@@ -95,7 +95,7 @@ def _parts(value: object) -> tuple[tuple[str | int, ...], tuple[Image, ...]]:
             layout.append(len(images))
             images.append(_image(part, f"parts[{index}]"))
     if len(images) > MAX_IMAGES:
-        raise BrokenRow("out_of_range", f"{len(images)} images; at most {MAX_IMAGES} can be sent")
+        raise BrokenRow("out_of_range", f"it has {len(images)} images; at most {MAX_IMAGES} can be sent")
     return tuple(layout), tuple(images)
 
 

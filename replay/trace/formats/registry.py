@@ -1,7 +1,7 @@
-"""The formats that replay reads, as a table: what tells each from the others, and how it is read.
+"""The table of the formats that replay reads: how each is recognised and read.
 
-The order is that of asking. Qwen-Bailian's keys contain Mooncake's, with seconds for milliseconds and 16 tokens a
-block for 512, so it comes first; the same holds for RAGPulse.
+Formats are tried in this order. Qwen-Bailian's keys contain Mooncake's, but it has seconds instead of milliseconds and
+16 tokens a block instead of 512, so it comes first. The same holds for RAGPulse.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tensorferry.replay.trace.formats.token_counts import Keys, LengthRows
 
 _MS_NS = NS // 1000
 
-#: github.com/Azure/AzurePublicDataset, CC-BY-4.0. In the LMM trace ContextTokens counts text and image tokens
-#: together, and NumImages is all it says of the images.
+#: github.com/Azure/AzurePublicDataset, CC-BY-4.0. In the LMM trace ContextTokens counts text and image tokens together,
+#: and NumImages is its only fact about images.
 AZURE_LLM = Columns("azure-llm", "ContextTokens", time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens")
 AZURE_LMM = msgspec.structs.replace(AZURE_LLM, name="azure-lmm", known_by="NumImages", images="NumImages")
-#: github.com/HPMLL/BurstGPT, CC-BY-4.0. Its first two files have six columns; the third has two more, in front, and
-#: starts after 225 days. API rows have no session; a response of no tokens was a failure.
+#: github.com/HPMLL/BurstGPT, CC-BY-4.0. Its first two files have six columns. The third has two more in front, and
+#: starts after 225 days. API rows have no session. A response of no tokens was a failure.
 BURSTGPT = Columns(
     "burstgpt",
     "Request tokens",
@@ -48,8 +48,8 @@ CSV = (AZURE_LMM, AZURE_LLM, BURSTGPT, VIDUR)
 
 #: github.com/kvcache-ai/Mooncake: milliseconds, an identity for each 512 tokens.
 MOONCAKE = Keys("mooncake", _MS_NS, 512)
-#: github.com/alibaba-edu/qwen-bailian-usagetraces-anon, Apache-2.0: seconds, an identity for each 16 tokens. Of images
-#: it says that there were some, so one is assumed.
+#: github.com/alibaba-edu/qwen-bailian-usagetraces-anon, Apache-2.0: seconds, an identity for each 16 tokens. It only
+#: says that a request had images, so one is assumed.
 BAILIAN = Keys("qwen-bailian", NS, 16, id="chat_id", parent="parent_chat_id", image_flag="type")
 #: github.com/flashserve/RAGPulse, MIT: seconds, in strings. Most blocks have 512 tokens; the trace does not say which.
 RAGPULSE = Keys("ragpulse", NS, 512, session="session_id")
@@ -61,9 +61,9 @@ class Lines(msgspec.Struct, frozen=True):
     name: str
     knows: Callable[[dict[str, Any]], bool]  #: of any one row
     read: Callable[[Times | None], Format]
-    times: Times | None = None  #: None: there are none, unless a row has one of OpenAI's `created`
-    optional: bool = False  #: whether rows may leave out their times, all of them
-    decides: bool = True  #: whether the unit is a habit alone, which the numbers may disprove
+    times: Times | None = None  #: None: rows have no times, unless they have OpenAI's `created`
+    optional: bool = False  #: whether all rows together may leave out their times
+    decides: bool = True  #: whether the unit is only usual, so that the numbers may show another one
 
 
 def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:
@@ -105,7 +105,7 @@ JSON = (
     Lines("aiperf-single-turn", _any("text", "texts", "image", "images"), SingleTurn, _MS, optional=True),
 )
 
-#: Documents that are known and are no trace of a line a request: (a word of their beginning, what they are).
+#: Known documents that are not traces with a request a line: (a word at their start, a description).
 FOREIGN = (
     ("payloads", "AIPerf's inputs.json, which has no times and is one document"),
     ("spans", "OpenTelemetry spans in one document"),

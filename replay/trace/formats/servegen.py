@@ -1,9 +1,9 @@
-"""ServeGen (github.com/alibaba/ServeGen): requests as its generator gives them, and its clients themselves.
+"""The formats of ServeGen (github.com/alibaba/ServeGen): requests of its generator, and its clients.
 
-A client is a pair of files. `chunk-<i>-trace.csv` has, for each window of ten minutes, the rate and the distribution
-of the gaps between requests; `chunk-<i>-dataset.json`, for each six hours, how often each number of tokens and of
-images is. Nothing in them is a request, so requests are drawn: seeded, as many in each window as its rate says, with
-gaps of the window's shape scaled to fill it, and each number of a request drawn on its own.
+A client is a pair of files. `chunk-<i>-trace.csv` has, for each window of ten minutes, the rate and the distribution of
+the gaps between requests. `chunk-<i>-dataset.json` has, for each six hours, the frequency of each number of tokens and
+of images. The files have no requests, so requests are drawn with a seed: as many in each window as its rate gives, with
+gaps of the window's distribution, scaled to fill it. Each number of a request is drawn independently.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FIELDS = {
 
 
 class ServeGen(JsonRows):
-    """Requests of the generator, one JSON object each: times in seconds, and the tokens of every single image."""
+    """Requests of the generator, one JSON object each, with times in seconds and the tokens of each image."""
 
     name = "servegen"
 
@@ -59,16 +59,16 @@ class ServeGen(JsonRows):
         row = json_object(line)
         data = object_at(row, "data")
         if data.get("audio_tokens") or data.get("video_tokens"):
-            raise BrokenRow("unsupported_media", "audio or video, which replay cannot send")
+            raise BrokenRow("unsupported_media", "it has audio or video, which replay cannot send")
         sizes = data.get("image_tokens", [])
         if not isinstance(sizes, list):
             raise BrokenRow("bad_value", "data.image_tokens is not a list")
         if len(sizes) > MAX_IMAGES:
-            raise BrokenRow("out_of_range", f"{len(sizes)} images; at most {MAX_IMAGES} can be sent")
+            raise BrokenRow("out_of_range", f"it has {len(sizes)} images; at most {MAX_IMAGES} can be sent")
         images = tuple(Image(tokens=whole(size, "data.image_tokens[]", MAX_TOKENS, least=1)) for size in sizes)
         tokens = whole(data.get("text_tokens"), "data.text_tokens", MAX_TOKENS)
         if not tokens and not images:
-            raise BrokenRow("empty", "neither text nor images")
+            raise BrokenRow("empty", "it has neither text nor images")
         return Request(
             line=number,
             at_ns=self._at_ns(row),
@@ -80,10 +80,10 @@ class ServeGen(JsonRows):
 
 
 class Distribution:
-    """How often each value is."""
+    """The distribution of a number, by frequencies."""
 
     def __init__(self, frequencies: dict[int, float]) -> None:
-        """Raises ValueError where they are not the frequencies of anything."""
+        """Raises ValueError if these are not frequencies."""
         self._values = list(frequencies)
         self._bounds = list(accumulate(frequencies.values()))
         if not self._bounds or not 0 < self._bounds[-1] < float("inf") or min(frequencies.values()) < 0:
@@ -91,7 +91,7 @@ class Distribution:
 
     @classmethod
     def parse(cls, text: str, most: int) -> Distribution:
-        """A Python dict in a string, as upstream writes them; read without `eval`. Raises ValueError."""
+        """Read a Python dict in a string, as upstream writes it, without `eval`. Raises ValueError."""
         inside = text.strip()
         if not (inside.startswith("{") and inside.endswith("}")):
             raise ValueError(f"{text[:40]!r} is not a table of frequencies")
@@ -105,14 +105,14 @@ class Distribution:
         return cls(found)
 
     def at(self, share: float) -> int:
-        """The value below which that share of draws lies; share: in [0, 1)."""
+        """Return the quantile of that share. share: in [0, 1)."""
         return self._values[min(bisect(self._bounds, share * self._bounds[-1]), len(self._values) - 1)]
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Ten minutes of a client that is not idle."""
+    """Ten minutes in which a client is not idle."""
 
-    line: int  #: of its file
+    line: int  #: in its file
     start_s: int
     per_s: float
     weibull: bool  #: otherwise the gaps are gamma-distributed
@@ -120,21 +120,23 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Client:
-    """One of ServeGen's clients."""
+    """A client of ServeGen."""
 
     def __init__(self, trace: Path, number: int) -> None:
         """trace: `chunk-<number>-trace.csv`. Raises TraceError, naming file and line."""
         self.number = number
         dataset = trace.with_name(f"chunk-{number}-dataset.json")
         if not dataset.is_file():
-            problem = f"these are ServeGen's statistics of a client, whose other half, {dataset.name}, is not beside it"
+            problem = (
+                f"it has the statistics of a ServeGen client, but the other half, {dataset.name}, is not beside it"
+            )
             raise TraceError(str(trace), None, f"{problem}. Give the folder of both (docs/traces.md)")
         self.windows = _windows(trace)
         self._spans = _spans(dataset)
         self._starts = sorted(self._spans)
 
     def draw(self, seed: int) -> Iterator[Request | Drop]:
-        """Its requests, in the order of time, without lines of their own: `line` is that of the window."""
+        """Draw its requests, in the order of time. Their `line` is that of the window."""
         for window in self.windows:
             count = round(window.per_s * WINDOW_S)
             random = np.random.Generator(np.random.PCG64(choose(seed, "servegen", self.number, window.start_s)))
@@ -164,7 +166,7 @@ class Clients:
         self._seed = seed
 
     def rows(self) -> Iterator[Request | Drop]:
-        """In the order of time; `line` counts what was drawn."""
+        """Draw all requests, in the order of time. Their `line` counts them."""
         drawn = heapq.merge(*(self._of(client) for client in self._clients), key=lambda one: one[0])
         for number, (_, client, row) in enumerate(drawn, 1):
             if isinstance(row, Drop):
@@ -204,7 +206,7 @@ def _windows(path: Path) -> list[Window]:
 
 
 def _spans(path: Path) -> dict[int, dict[str, Distribution]]:
-    """By the second at which each begins."""
+    """Read the distributions of each span, by the second of its start."""
     try:
         document: dict[str, Any] = json_object(path.read_bytes())
         spans = {
@@ -214,7 +216,7 @@ def _spans(path: Path) -> dict[int, dict[str, Distribution]]:
     except (BrokenRow, ValueError, AttributeError, TypeError) as problem:
         raise TraceError(str(path), None, f"not the dataset of a ServeGen client: {problem}") from None
     if not spans:
-        raise TraceError(str(path), None, "the dataset of a ServeGen client without anything in it")
+        raise TraceError(str(path), None, "the dataset of a ServeGen client is empty")
     return spans
 
 
@@ -223,10 +225,10 @@ def _request(window: Window, span: dict[str, Distribution], at_ns: int, random: 
         return span[name].at(random.random())
 
     if draw("audio_count") or draw("video_count"):
-        return Drop(window.line, "unsupported_media", "audio or video, which replay cannot send")
+        return Drop(window.line, "unsupported_media", "it has audio or video, which replay cannot send")
     text, output = draw("text_tokens"), draw("output_tokens")
     sizes = (draw("image_tokens") for _ in range(draw("image_count")))
     images = tuple(Image(tokens=size) for size in sizes if size)
     if not text and not images:
-        return Drop(window.line, "empty", "neither text nor images")
+        return Drop(window.line, "empty", "it has neither text nor images")
     return Request(line=window.line, at_ns=at_ns, output_tokens=output, text_tokens=text or None, images=images)

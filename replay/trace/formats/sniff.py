@@ -1,4 +1,4 @@
-"""Which format a trace is, told by what is in it; and kind words for what is none."""
+"""The recognition of a trace's format by its content, and the errors for files that are not traces."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from tensorferry.replay.trace.formats.registry import AZURE_LLM, AZURE_LMM, CSV,
 from tensorferry.replay.trace.formats.times import CREATED, Times, decided, value_at
 from tensorferry.replay.trace.formats.token_counts import Keys
 
-#: Enough lines to see past a few broken ones at the start of a file.
+#: Enough lines to skip a few broken ones at the start of a file.
 HEAD_LINES = 64
-#: Makes a format anew, for each pass over the file.
+#: Makes a new reader for each pass over the file.
 Maker = Callable[[], Format]
 
 
 def recognise(file: str, head: Sequence[tuple[int, str]], keys: Keys | None = None) -> Maker:
-    """The format of a file that starts with these lines (number, text; none of them blank). keys: where it says when,
-    if not where the format does (`Keys.time_alone`).
+    """Recognise the format of a file that starts with these lines (number, text; none is blank).
 
-    Raises TraceError: nothing we know, or no header.
+    keys: the place of its times, if not that of the format (`Keys.time_alone`). Raises TraceError if the format is
+    unknown, or a header is missing.
     """
     if not head:
-        raise TraceError(file, None, "an empty file")
+        raise TraceError(file, None, "it is an empty file; name a trace")
     first_line, first = head[0]
     if first.lstrip()[0] == "{":
         return _json_format(file, head, keys)
     if first.lstrip()[0] == "[":
-        raise TraceError(file, first_line, f"a JSON array; replay reads one object a line: {READABLE}")
+        raise TraceError(file, first_line, f"it is a JSON array; replay reads one object a line: {READABLE}")
     return _csv_format(file, first_line, first, keys)
 
 
 def _json_format(file: str, head: Sequence[tuple[int, str]], keys: Keys | None) -> Maker:
-    """By the keys of the first object that says something."""
+    """Recognise a format by the keys of the first object that has known ones."""
     rows: list[dict[str, Any]] = []
     for _, text in head:
         try:
@@ -67,7 +67,7 @@ def _json_format(file: str, head: Sequence[tuple[int, str]], keys: Keys | None) 
 
 
 def _times(file: str, kind: Lines, rows: Sequence[dict[str, Any]], keys: Keys | None) -> Times | None:
-    """Where rows of a format say when, given the first ones. Raises TraceError where no unit can be told."""
+    """Find the times in rows of a format, given the first rows. Raises TraceError if no unit can be found."""
     turns = (row["turns"] for row in rows if isinstance(row.get("turns"), list))
     rows = [*rows, *(turn for turn in chain.from_iterable(turns) if isinstance(turn, dict))]
     if keys is not None:
@@ -82,7 +82,7 @@ def _times(file: str, kind: Lines, rows: Sequence[dict[str, Any]], keys: Keys | 
 def _chosen_times(file: str, kind: Lines, rows: Sequence[dict[str, Any]], keys: Keys) -> Times:
     field = keys.time or (kind.times.field if kind.times is not None else "")
     if not field:
-        problem = f"the format {kind.name} says no times; name their field, as --keys time=FIELD,unit=s"
+        problem = f"the format {kind.name} has no times; name their field, as in --keys time=FIELD,unit=s"
         raise TraceError(file, None, problem)
     if keys.unit_ns:
         told = decided(Times(field, keys.unit_ns), rows)
@@ -90,13 +90,13 @@ def _chosen_times(file: str, kind: Lines, rows: Sequence[dict[str, Any]], keys: 
     usual = kind.times.unit_ns if kind.times is not None else 0
     times = decided(Times(field, usual, usual is None), rows)
     if times.unit_ns == 0:
-        problem = f"the unit of {field} cannot be told from its numbers; say it, as --keys time={field},unit=s"
+        problem = f"the numbers of {field} do not show their unit; say it, as in --keys time={field},unit=s"
         raise TraceError(file, None, problem)
     return times
 
 
 def _csv_format(file: str, line: int, header: str, keys: Keys | None) -> Maker:
-    """By the names in the header, under whichever delimiter makes them appear."""
+    """Recognise a format by the names in the header, under each delimiter in turn."""
     best: list[str] = []
     for delimiter in DELIMITERS:
         try:
@@ -115,17 +115,19 @@ def _csv_format(file: str, line: int, header: str, keys: Keys | None) -> Maker:
                 )
         best = max(best, cells, key=len)
     if len(best) == 6 and best[3] in ("Gamma", "Weibull", ""):
-        problem = "these are ServeGen's statistics of a client; give the file under its own name, chunk-<i>-trace.csv,"
+        problem = "it has the statistics of a ServeGen client; give the file its own name, chunk-<i>-trace.csv,"
         raise TraceError(file, line, f"{problem} beside chunk-<i>-dataset.json, or the folder of both (docs/traces.md)")
     if _is_data(best):
         columns = {len(kind.required): kind.required for kind in (AZURE_LLM, AZURE_LMM)}.get(len(best))
         advice = f", such as {','.join(columns)}" if columns else ""
-        raise TraceError(file, line, f"no header: the first line is data already. Add a line of column names{advice}")
-    raise TraceError(file, line, f"not a trace that replay knows; it reads {READABLE}")
+        raise TraceError(
+            file, line, f"it has no header, since the first line is data; add a line of column names{advice}"
+        )
+    raise TraceError(file, line, f"it is not a trace that replay knows; replay reads {READABLE}")
 
 
 def _is_data(cells: list[str]) -> bool:
-    """Whether these cells are values rather than names: a time or a number comes first."""
+    """Return whether these cells are values instead of names: the first is a time or a number."""
     if len(cells) < 2:
         return False
     try:

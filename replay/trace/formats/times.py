@@ -1,4 +1,4 @@
-"""Where a row says when it came, and in which unit: as its format has it, as was asked for, or as the numbers tell."""
+"""The field and the unit of a row's time: those of its format, those of --keys, or the unit that the numbers show."""
 
 from __future__ import annotations
 
@@ -9,61 +9,61 @@ from typing import Any
 import msgspec
 
 from tensorferry.pipeline.recording.request import BrokenRow
-from tensorferry.replay.trace.exact_numbers import NS, Number, nanoseconds, number, wall_clock
+from tensorferry.replay.trace.exact_numbers import NS, Number, checked, nanoseconds, number, wall_clock
 
-#: Of OpenAI's objects: seconds since 1970.
+#: Fields of OpenAI's objects, in seconds since 1970.
 CREATED = tuple(f"{place}{key}" for place in ("", "body.", "response.body.") for key in ("created", "created_at"))
 UNITS_NS = {"s": NS, "ms": NS // 1000, "us": 1000, "ns": 1}
-#: Seconds since 1970 of times that somebody recorded: 2001 to 2128.
+#: The seconds since 1970 in which a trace may have been recorded: 2001 to 2128.
 _EPOCH_S = range(10**9, 5 * 10**9)
 _DAY_S = 86_400
 
 
 class Times(msgspec.Struct, frozen=True):
-    """How the rows of a trace say when."""
+    """The place and the unit of the times in a trace's rows."""
 
     field: str  #: a key; or `a.b`, the key b of the object a
     unit_ns: int | None  #: of a number; None: an ISO date
     wall: bool = False  #: whether it counts from 1970
     spelt: bool = True  #: whether a number may stand in a string
-    decided: str = ""  #: a sentence where the trace does not say the unit and the numbers had to
+    decided: str = ""  #: a sentence, if the numbers decided the unit because the trace does not say it
 
     def value(self, row: dict[str, Any]) -> object:
-        """What a row says of its time; None for nothing."""
+        """Return the time of a row as written; None if it has none."""
         return value_at(row, self.field)
 
     def at_ns(self, row: dict[str, Any]) -> int:
-        """Raises BrokenRow: missing, not_a_number, bad_time, negative, out_of_range."""
+        """Return the time of a row. Raises BrokenRow: missing, not_a_number, bad_time, negative, out_of_range."""
         value = self.value(row)
         if self.unit_ns is None:
             at_ns, zoned = wall_clock(str(value or ""), self.field)
             if not zoned:
                 raise BrokenRow("bad_time", f"{self.field} is {str(value)[:40]!r}, which names no zone")
             return at_ns
-        if self.spelt and isinstance(value, str):  # RAGPulse writes its seconds so
+        if self.spelt and isinstance(value, str):  # RAGPulse's seconds are strings
             value = number(value, self.field)
         return moment(value, self.field, self.unit_ns)
 
 
 class JsonRows:
-    """What the formats of one JSON object a line have in common."""
+    """The common part of formats with one JSON object a line."""
 
     name: str
     first_line = 1
 
     def __init__(self, times: Times | None) -> None:
-        """times: where a row says when; None: nowhere."""
+        """times: the place of a row's time; None: rows have no times."""
         self._times = times
         self.timed, self.wall = times is not None, times is not None and times.wall
         self.decided = times.decided if times is not None else ""
 
     def _at_ns(self, row: dict[str, Any]) -> int:
-        """Raises BrokenRow as `Times.at_ns` does."""
+        """Return the time of a row, or 0. Raises BrokenRow as `Times.at_ns` does."""
         return self._times.at_ns(row) if self._times is not None else 0
 
 
 def moment(value: object, field: str, unit_ns: int) -> int:
-    """`nanoseconds` of what may have been written in another unit."""
+    """Convert a time with `nanoseconds`. If it is out of range, the error also suggests another unit."""
     try:
         return nanoseconds(value, field, unit_ns)
     except BrokenRow as problem:
@@ -73,7 +73,7 @@ def moment(value: object, field: str, unit_ns: int) -> int:
 
 
 def value_at(row: dict[str, Any], field: str) -> object:
-    """By a key, or by keys inside each other."""
+    """Return the value at a key, or at nested keys."""
     if field in row or "." not in field:
         return row.get(field)
     value: object = row
@@ -83,12 +83,12 @@ def value_at(row: dict[str, Any], field: str) -> object:
 
 
 def decided(times: Times, rows: Iterable[dict[str, Any]]) -> Times:
-    """The unit by what the first rows say.
+    """Decide the unit by the first rows.
 
-    Numbers that would be a date since 2001 in one unit are in that one, not in the format's: as its own they would be
-    an offset of weeks or of millennia. They are only taken so where they are less than a day apart on average; numbers
-    farther apart are an offset in the format's unit, and so are those that would be dates in several units. Either way
-    a sentence says it.
+    If the numbers are dates since 2001 in one unit, they have that unit, since in the format's unit they would be
+    offsets of weeks or of millennia. This holds only if they are less than a day apart on average. Numbers farther
+    apart are offsets in the format's unit, and so are numbers that are dates in several units. In both cases `decided`
+    says so.
     """
     values = [value for row in rows if (value := _number(times.value(row))) is not None]
     if times.unit_ns is None or not values:
@@ -114,20 +114,12 @@ def decided(times: Times, rows: Iterable[dict[str, Any]]) -> Times:
 
 
 def _is_date(value: Number, unit_ns: int) -> bool:
-    """Whether so many units after 1970 lie within the years in which somebody recorded a trace."""
+    """Return whether so many units after 1970 are within the years of recorded traces."""
     return _EPOCH_S.start * NS // unit_ns <= value < _EPOCH_S.stop * NS // unit_ns
 
 
 def _number(value: object) -> Number | None:
     try:
-        if isinstance(value, str):
-            value = number(value, "")
+        return checked(number(value, "") if isinstance(value, str) else value, "")
     except BrokenRow:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | Decimal):
-        return None
-    if isinstance(value, Decimal) and not value.is_finite():
-        return None
-    # Compared and subtracted below, so nothing that is costly to expand.
-    small = value.adjusted() < 20 if isinstance(value, Decimal) else abs(value) < 10**20
-    return value if small else None

@@ -1,5 +1,5 @@
-"""Traces that count tokens: a JSON object a line with a time, two lengths, and often identities of the prompt's
-blocks. They differ in what their keys are called and, worse, in their units."""
+"""Traces that count tokens: a JSON object a line with a time, two lengths, and often identities of the prompt's blocks.
+They differ in the names of their keys and in their units."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tensorferry.replay.trace.formats.times import UNITS_NS, JsonRows, Times
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """Which keys such a trace has, and what they mean."""
+    """The keys of such a trace and their meaning."""
 
     name: str
-    unit_ns: int  #: of the time; 0: the format's own, or as the numbers tell
+    unit_ns: int  #: of the time; 0: the format's unit, or the unit that the numbers show
     block_tokens: int
     time: str = "timestamp"
     prompt: str = "input_length"
@@ -26,22 +26,22 @@ class Keys(msgspec.Struct, frozen=True):
     id: str = ""
     parent: str = ""
     session: str = ""
-    time_alone: bool = False  #: all but `time` and `unit_ns` is as the trace's own format has it
-    image_flag: str = ""  #: a key whose value "image" says that there was one, and no more
+    time_alone: bool = False  #: whether only `time` and `unit_ns` count, and the trace's format gives the rest
+    image_flag: str = ""  #: a key whose value "image" says only that the request had an image
 
 
 def keys_of(text: str) -> Keys:
-    """`time=ts,prompt=in,output=out,blocks=h,unit=s,block_tokens=16`: what vLLM's timed_trace has flags for. `time`,
-    `unit` or both alone: where a trace of any format says when, and in which unit.
+    """Read the keys `time=ts,prompt=in,output=out,blocks=h,unit=s,block_tokens=16`, for which vLLM's timed_trace has
+    flags. `time` and `unit` alone give the place and the unit of the times in a trace of any format.
 
-    unit: s, ms, us, ns, or how many seconds one unit is. Raises ValueError with a sentence.
+    unit: s, ms, us, ns, or the length of one unit in seconds. Raises ValueError with a sentence.
     """
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     given = dict(pairs)
     time_alone = given.keys() <= {"time", "unit"}
     if len(given) < len(pairs):
         twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
-        raise ValueError(f"{text!r} says {twice}= twice; give each name once")
+        raise ValueError(f"{text!r} has {twice}= twice; give each name once")
     names = {name: given.pop(name) for name in ("time", "prompt", "output", "blocks", "session", "id") if name in given}
     unit, block_tokens = given.pop("unit", ""), given.pop("block_tokens", "16")
     if given or not all(names.values()):
@@ -51,16 +51,16 @@ def keys_of(text: str) -> Keys:
         return Keys("", 0, 0, time=names["time"], time_alone=True)
     try:
         exact = Decimal(UNITS_NS.get(unit) or Decimal(unit) * NS)
-        inside = 1 <= exact <= 10**18  # compared as it is: 1e999999 is short as a decimal alone
-    except ArithmeticError:  # no number, NaN, or beyond what a Decimal can hold
-        raise ValueError(f"unit={unit}: say s, ms, us, ns, or how many seconds one unit is, such as 0.001") from None
+        inside = 1 <= exact <= 10**18  # compared before conversion: 1e999999 is short as a decimal alone
+    except ArithmeticError:  # not a number, NaN, or too large for a Decimal
+        raise ValueError(f"unit={unit} is unknown; give s, ms, us, ns, or one unit in seconds, such as 0.001") from None
     if not inside:
-        raise ValueError(f"unit={unit} is not between a nanosecond and 10^9 seconds")
+        raise ValueError(f"unit={unit} is not between a nanosecond and 10^9 seconds; give a unit in that range")
     unit_ns = int(exact)
     if time_alone:
         return Keys("", unit_ns, 0, time=names.get("time", ""), time_alone=True)
     if not block_tokens.isascii() or not block_tokens.isdigit() or not 1 <= int(block_tokens) <= MAX_TOKENS:
-        raise ValueError(f"block_tokens={block_tokens} is not a number of tokens")
+        raise ValueError(f"block_tokens={block_tokens} is not a number of tokens; give 1 to {MAX_TOKENS}")
     return msgspec.structs.replace(Keys("timed-trace", unit_ns, int(block_tokens)), **names)
 
 
@@ -95,7 +95,7 @@ class LengthRows(JsonRows):
 
 
 def _blocks(value: object, name: str) -> tuple[int, ...]:
-    """A list; or RAGPulse's lists for each part of a prompt, which follow each other in it."""
+    """Read a list of identities, or RAGPulse's consecutive lists for the parts of a prompt."""
     if value is None:
         return ()
     if isinstance(value, dict):

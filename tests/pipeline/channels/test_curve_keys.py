@@ -168,7 +168,7 @@ def test_a_folder_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.
     for arguments in (["new", ""], ["add", "keys", "ann", "--out", ""]):
         done = CliRunner().invoke(main, ["keys", *arguments])
         assert done.exit_code == 2
-        assert "'' is no path; name a folder" in done.output
+        assert "'' is not a path; name a folder" in done.output
     with pytest.raises(OutputError, match=r"^'': no name of a client"):
         add_client(tmp_path / "keys", "", tmp_path / "out")
 

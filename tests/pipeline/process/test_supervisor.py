@@ -597,8 +597,8 @@ def test_a_rank_out_of_range_is_a_usage_error_that_names_the_range(deployment_fi
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2
     words = " ".join(done.stderr.split())
-    assert f"Invalid value for --rank: {rank} is none of the encoder ranks of" in words
-    assert ", 0 to 1" in words
+    assert f"Invalid value for --rank: {rank} is not one of the encoder ranks of" in words
+    assert "which are 0 to 1" in words
 
 
 @pytest.mark.processes
@@ -617,7 +617,7 @@ def test_a_stage_that_read_something_else_than_its_supervisor_does_not_start(dep
         os.close(reading)
         os.close(writing)
     assert done.returncode == 2
-    assert "deployment.yaml: was changed while the deployment was starting" in " ".join(done.stderr.split())
+    assert "deployment.yaml: it was changed while the deployment was starting" in " ".join(done.stderr.split())
 
 
 @pytest.mark.processes

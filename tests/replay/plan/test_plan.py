@@ -1,4 +1,4 @@
-"""Plans of pool sizes: the ledger against known times, and a real replay beside it."""
+"""Plans of pool sizes are tested by the ledger on known times, and by a real replay."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_slots_run_out_too() -> None:
 
 @pytest.mark.parametrize(("wait_ms", "fallbacks"), [(0, 2), (5, 1), (8, 0)])
 def test_a_request_that_waits_finds_what_comes_back_meanwhile(wait_ms: int, fallbacks: int) -> None:
-    """The first leaves at 10; one that came at 6 waits 4 for it, is there until 13; one of 5.5 more comes at 7."""
+    """The first leaves at 10. One that came at 6 waits 4 for it and stays until 13. One of 5.5 more comes at 7."""
     visits = [visit(0, (1, 10)), visit(6, (1, 3)), visit(7, (1, 3))]
     assert forecast(visits, Rules(1, 64, wait_ms * MS), 1).fallbacks == fallbacks
 
@@ -81,7 +81,7 @@ def test_a_request_waits_for_all_of_its_items_and_holds_none_meanwhile() -> None
 
 
 def test_a_plan_names_the_least_budgets() -> None:
-    """Of 2,000 items, 21 come together: all but so many as 1 % allows must find room."""
+    """Of 2,000 items 21 come together. All but the 1 % allowed must find room."""
     visits = [visit(n * 100, (1, 50)) for n in range(1979)] + [visit(500_000, *[(1, 50)] * 21)]
     found = plan(visits, ONE)
     assert found.under_1_percent_mb == 2  # 19 of 2,000
@@ -112,7 +112,7 @@ def test_a_run_gives_the_times_of_each_item_and_its_worker(make_run: MakeRun, tm
 def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Collected after 19 twentieths of a request's time, and received after one."""
+    """A request is received after one twentieth of its time, and collected after 19."""
     whole = measured(read_run(make_run(tmp_path / "whole", [100, 40])), workers=1)
     assert (whole.items, whole.until_collected, whole.unplanned) == (2, 0, 0)
     config = {"name": "local", "pool": {"budget_mb": 4}}
@@ -126,7 +126,7 @@ def test_what_a_run_does_not_say_is_taken_to_be_longer_and_told(
 
     monkeypatch.setattr(Source, "sha256", lambda source: "ab" * 32)
     asked = ("plan", BUNDLED, "--config", LOCAL, "--measured", folder)
-    assert "2 of 2 items the run does not say when they were read" in cli(*asked).stdout
+    assert "The run does not say when 2 of 2 items were read" in cli(*asked).stdout
     as_json = cli(*asked, "--json")
     assert "2 of 2 items" in as_json.stderr
     assert json.loads(as_json.stdout)["curve"]
@@ -180,7 +180,7 @@ def test_a_plan_has_a_plot_here_and_in_a_page(of_bundled: Path, tmp_path: Path) 
 def test_a_plan_says_how_many_of_the_requests_it_covers(of_bundled: Path) -> None:
     result = cli("plan", BUNDLED, "--config", LOCAL, "--measured", of_bundled)
     assert result.exit_code == 0, result.output
-    assert "Planned 39 of the 40 requests read" in " ".join(result.stdout.split())
+    assert "The plan covers 39 of the 40 requests read" in " ".join(result.stdout.split())
 
 
 # --- beside a real replay ---------------------------------------------------------------------------------------
@@ -228,4 +228,4 @@ def test_the_ledger_against_a_runs_own_times_has_the_runs_own_fallbacks(deployme
     assert abs(had - found.share) <= 0.02
     said = cli("plan", BUNDLED, "--config", deployment, "--measured", folder)
     assert said.exit_code == 0, said.output
-    assert f"pool.budget_mb=128 and {had:.2%} fallbacks; by this plan {found.share:.2%}" in said.stdout
+    assert f"pool.budget_mb=128 and {had:.2%} fallbacks; the plan says {found.share:.2%}" in said.stdout

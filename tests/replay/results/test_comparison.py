@@ -1,4 +1,4 @@
-"""Runs side by side: intervals that hold what they should, repeats put together, and no verdict without grounds."""
+"""Comparisons of runs have intervals with the right coverage, group repeats, and give no verdict without evidence."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def four_runs(make_run: MakeRun, tmp_path: Path) -> Path:
 
 
 def test_repeats_are_put_together_and_named_by_what_differs(four_runs: Path) -> None:
-    """Names and folders of a deployment differ too, and make no other way of running."""
+    """The names and folders of a deployment differ too, but do not separate repeats."""
     groups = grouped(find_runs([four_runs]))
     assert [(group.name, len(group.runs)) for group in groups] == [("pool.budget_mb=256", 2), ("pool.budget_mb=64", 2)]
 
@@ -171,7 +171,7 @@ def test_a_row_has_the_mean_of_what_its_runs_say(four_runs: Path) -> None:
 
 
 def test_single_runs_have_no_interval_and_no_verdict(make_run: MakeRun, tmp_path: Path) -> None:
-    """However far apart they are, and however many requests each has."""
+    """That holds for any distance between them, and any number of requests."""
     make_run(tmp_path / "a", noisy(100, 1), config=config(1))
     make_run(tmp_path / "b", noisy(900, 2), config=config(2))
     comparison = compare(grouped(find_runs([tmp_path])))
@@ -233,7 +233,7 @@ def test_compare_prints_a_table_or_json_and_writes_a_page(four_runs: Path, tmp_p
 def test_compare_refuses_a_folder_without_runs(tmp_path: Path) -> None:
     result = cli("compare", tmp_path)
     assert result.exit_code == 1
-    assert "no run is in it" in result.stderr
+    assert "it has no run" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_sweep_that_cannot_be_sound_runs_nothing(tmp_path: Path) -> None:
     [
         (("--nonsense",), 2, "No such option"),
         (("--speed", "fast"), 2, "--speed"),
-        (("--out", "elsewhere"), 2, "--out cannot be an option of every replay"),
+        (("--out", "elsewhere"), 2, "--out cannot be passed to every replay"),
         (("--set", "pool.budget_mb=1"), 2, "--set cannot be"),
         (("--config", "other.yaml"), 2, "--config cannot be"),
         (("--attach",), 2, "--attach cannot be"),
@@ -301,7 +301,7 @@ def test_a_sweep_of_no_trace_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runtime() -> Iterator[str]:
-    """A folder whose path leaves room for the names of sockets."""
+    """Give a folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="tf-") as path:
         yield f"runtime_dir={path}/run"
 
@@ -309,7 +309,7 @@ def runtime() -> Iterator[str]:
 @pytest.mark.processes
 @pytest.mark.usefixtures("plots")
 def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: str) -> None:
-    """Real replays of real deployments."""
+    """The sweep makes real replays of real deployments."""
     out = tmp_path / "out"
     result = cli(
         *("sweep", TRACE, "--config", LOCAL, "--set", "transport=shm,cpu", "--set", "encoder.ranks=1"),
@@ -327,7 +327,7 @@ def test_a_sweep_runs_every_version_as_often_as_asked(tmp_path: Path, runtime: s
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_interrupted_keeps_what_it_has(tmp_path: Path, runtime: str, how: signal.Signals) -> None:
-    """Ctrl-C reaches the replay as well, and SIGTERM is handed on to it; it reports, and no further run begins."""
+    """Ctrl-C reaches the replay too, and SIGTERM is passed on to it. The replay reports, and no further run begins."""
     program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored under `&`
     program += "from tensorferry.cli.main import main; sys.exit(main())"
     asked = ["sweep", TRACE, "--config", LOCAL, "--repeat", "3", "--out", tmp_path / "out", "--set", "encoder.ranks=1"]

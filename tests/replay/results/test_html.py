@@ -1,4 +1,4 @@
-"""The pages of a run: made of its files alone, in one file each, with nothing in them that a trace could run."""
+"""The pages of a run are made from its files alone, are one file each, and run nothing that a trace contains."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_report_is_one_file_that_loads_nothing(make_run: MakeRun, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_report_follows_light_and_dark(make_run: MakeRun, tmp_path: Path) -> None:
-    """No plot has a colour of its own: each is a variable, and the style sheet has it twice."""
+    """Each colour of a plot is a variable, which the style sheet has twice."""
     html = report(read_run(make_run(tmp_path))).decode()
     style, body = html.split("</style>")
     assert "prefers-color-scheme: dark" in style
@@ -127,15 +127,21 @@ def test_a_report_says_where_a_p99_is_a_maximum(make_run: MakeRun, tmp_path: Pat
 
 
 def test_no_two_parts_of_a_way_look_alike() -> None:
-    """In light and in dark: at least 40 apart in one of red, green and blue, and none as what went wrong."""
-    parts = [charts._of_part(name) for name in (*SPANS.values(), time_series.UNSENT, time_series.FAILED)]
+    """In light and in dark, all colours, failures included, differ by at least 40 in one of red, green and blue."""
+    at_s = np.array([0.0, 1.0])
+    parts = [
+        colour
+        for name in (*SPANS.values(), time_series.UNSENT, time_series.FAILED)
+        for colour in set(re.findall(r"var\(--(c\d+)\)", charts.svg("part", charts.layers(at_s, {name: at_s}, ""))))
+    ]
+    assert len(parts) == len(SPANS) + 2
     assert len(set(parts)) == len(parts)
     style = files("tensorferry.replay.results.html").joinpath("style.css").read_text(encoding="utf-8")
     named = re.findall(r"--(c\d+): #(\w\w)(\w\w)(\w\w)", style)
     light, dark = named[: len(named) // 2], named[len(named) // 2 :]
     for theme in (light, dark):
         rgb = {name: [int(part, 16) for part in parts] for name, *parts in theme}
-        for one, other in combinations((rgb[charts._VARIABLES[colour]] for colour in parts), 2):
+        for one, other in combinations((rgb[colour] for colour in parts), 2):
             assert max(abs(a - b) for a, b in zip(one, other, strict=True)) >= 40, (one, other)
 
 
@@ -319,7 +325,7 @@ def events(run: Run) -> list[dict[str, object]]:
 
 
 def test_slices_of_a_lane_nest_or_follow_each_other(make_run: MakeRun, tmp_path: Path) -> None:
-    """What a viewer needs of the slices of one thread."""
+    """A viewer needs this of the slices of one thread."""
     run = read_run(make_run(tmp_path, [10, 300, 20, 90, 70, 400, 5, 60]))
     slices = [event for event in events(run) if event["ph"] == "X"]
     lanes = {event["tid"] for event in slices}
@@ -346,7 +352,7 @@ def test_of_many_requests_some_are_in_it_and_the_slowest_always(make_run: MakeRu
 
 
 def test_the_schema_of_the_summary_is_documented() -> None:
-    """docs/summary.schema.json is what `msgspec` makes of the classes; write it again where this fails."""
+    """docs/summary.schema.json is `msgspec`'s schema of the classes. If this fails, write it again."""
     schema = msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Summary)), indent=2) + b"\n"
     assert (DOCS / "summary.schema.json").read_bytes() == schema
 

@@ -1,4 +1,4 @@
-"""Where and when a run was made is in its numbers and on its page; comparisons say where that differs."""
+"""The machine and the date of a run are in its numbers and on its page, and comparisons name differences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The folder of --out: whole or not there, replaced whole, and nothing removed that is not a result of ours."""
+"""The folder of --out is made and replaced as a whole, and only results of tensorferry are removed."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -36,7 +37,7 @@ def cli(*arguments: str | Path) -> Result:
 
 
 def planned(out: Path, *options: str) -> Result:
-    """A dry run: it writes to --out as a replay does."""
+    """Make a dry run, which writes to --out as a replay does."""
     return cli("replay", TRACE, "--config", LOCAL, "--dry-run", "--out", out, *options)
 
 
@@ -78,7 +79,7 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(
     before = contents(out)
     result = cli(command, TRACE, "--config", LOCAL, "--out", out, "--overwrite", *options)
     assert result.exit_code == 2, result.output
-    assert "which tensorferry has not written, so it is not replaced; name another folder" in result.stderr
+    assert "which tensorferry did not write, so it is not replaced; name another folder" in result.stderr
     assert contents(out) == before
 
 
@@ -94,7 +95,7 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(
 def test_what_is_not_known_for_ours_is_not_replaced(
     tmp_path: Path, proof: Proof, files: dict[str, str], said: str
 ) -> None:
-    """The third: a run is not replaced by a sweep, nor a sweep by a run."""
+    """In the third case a run is not replaced by a sweep, nor a sweep by a run."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(OutputError, match=said):
@@ -116,13 +117,13 @@ def test_a_folder_of_runs_is_no_run(make_run: MakeRun, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_sweep_that_still_runs_is_not_replaced(make_run: MakeRun, tmp_path: Path) -> None:
-    """Nor one that was killed while a replay of it runs on: that would write into the new folder."""
+    """A killed sweep whose replay still runs is not replaced, since the replay would write into the new one."""
     out = a_sweep(make_run, tmp_path / "out")
     with out_folder.in_use(out, "sweep.json") as descriptor:
         child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(descriptor,))
     with child:
         result = cli("sweep", TRACE, "--config", LOCAL, "--out", out, "--overwrite")
-        assert (result.exit_code, "what writes to it still runs" in result.stderr) == (2, True), result.output
+        assert (result.exit_code, "another command still writes to it" in result.stderr) == (2, True), result.output
         child.communicate(timeout=30)
     require_free(out, "sweep.json", overwrite=True)
 
@@ -152,7 +153,7 @@ def test_a_page_takes_no_file_of_a_run(make_run: MakeRun, tmp_path: Path, name: 
     asked = ["compare", out] if command == "compare" else ["plan", TRACE, "--config", LOCAL, "--measured", out]
     before = contents(out)
     result = cli(*asked, "--html", out / name)
-    assert (result.exit_code, f"it belongs to the run in {out}" in result.stderr) == (2, True), result.output
+    assert (result.exit_code, f"belongs to the run in {out}" in result.stderr) == (2, True), result.output
     assert contents(out) == before
 
 
@@ -160,7 +161,7 @@ def test_a_page_takes_no_file_of_a_run(make_run: MakeRun, tmp_path: Path, name: 
 
 
 def test_overwriting_leaves_nothing_of_the_former_run(make_run: MakeRun, tmp_path: Path) -> None:
-    """Also where the new run has no page: an old one beside new numbers would be taken for theirs."""
+    """That holds even if the new run has no page, since an old page beside new numbers would mislead."""
     out = make_run(tmp_path / "out")
     (out / "report.html").write_text("the old page")
     out.chmod(0o750)
@@ -191,9 +192,16 @@ def test_a_link_stays_one_and_what_it_points_to_is_replaced(make_run: MakeRun, t
 def test_nobody_finds_a_part_of_a_folder(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
-    """Also where a file system cannot exchange two names."""
+    """That holds even if a file system cannot exchange two names."""
     if not exchanges:
-        monkeypatch.setattr(out_folder, "_renameat2", lambda made, place: errno.EINVAL)
+
+        class Libc:
+            @staticmethod
+            def renameat2(*_: object) -> int:
+                ctypes.set_errno(errno.EINVAL)
+                return -1
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: Libc)
     out = make_run(tmp_path / "out")
     before = contents(out)
     with filled(out, "summary.json", overwrite=True) as made:

@@ -1,4 +1,4 @@
-"""The report: numbers that add up, files that programs can read, and nothing said that was not so."""
+"""The report has numbers that add up and files that programs can read, and says nothing false."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def marks(*steps: tuple[str, int]) -> tuple[Mark, ...]:
 
 
 def a_run(speed: str = "2") -> tuple[Trace, Preparation, Replay]:
-    """Eight rows: one broken, one that could not be made, six prepared; five sent; three of them ok."""
+    """The run has eight rows: one is broken, one cannot be made, six are prepared, five sent, and three are ok."""
     requests = [Request(line=line, at_ns=line * 100 * MS, output_tokens=1, id=f"r{line}") for line in range(2, 9)]
     trace = Trace(
         Path("traces/day.csv"), "ab" * 32, "azure-lmm", True, 8, requests, [Drop(1, "missing", "x is empty")], 2, {}
@@ -333,7 +333,7 @@ def test_the_table_says_everything_that_matters() -> None:
         "lateness of sending          1.00   3.00   3.00   3.00",
         "20.00 scheduled, 20.00 sent, 15.00 ok, over 0.200 s",
         "4, 24 embeddings: 2 by inline (879.0 KiB), 2 by shm (878.9 KiB)",
-        "1 items (878.9 KiB) went inline for want of room in a pool",
+        "1 items (878.9 KiB) went inline because a pool had no room",
         "tokenizer-0 5.0 MiB of 64.0 MiB, full 3 times",
         "6 images: size and picture (the trace has only their number)",
         "4 different ones, from rocket.jpg",
@@ -349,7 +349,7 @@ def test_the_table_says_everything_that_matters() -> None:
 def test_a_run_without_a_schedule_is_not_called_one() -> None:
     said = printed(summary_of("max"))
     assert "as fast as possible" in said
-    assert "at speed max there is no schedule" in said
+    assert "speed max has no schedule" in said
     assert "lateness of sending" not in said
     assert "intended time " not in said
     assert "scheduled" not in said

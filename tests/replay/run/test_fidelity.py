@@ -38,7 +38,7 @@ TOKENS = TokenSource(1000, [0, 1], seed=0)
 
 
 class VirtualClock:
-    """Time that passes at once, from one sleeper's end to the next, when nobody has anything to do."""
+    """A clock that jumps to the end of the next sleep when no task can run."""
 
     def __init__(self) -> None:
         self.at_ns = 0
@@ -65,7 +65,7 @@ class VirtualClock:
 
 
 class Service:
-    """Answers each request `service_ns` after it came, on the virtual clock."""
+    """A client that answers each request `service_ns` after its arrival, on the virtual clock."""
 
     def __init__(self, clock: VirtualClock, service_ns: int) -> None:
         self._clock, self._service_ns = clock, service_ns
@@ -178,7 +178,7 @@ async def test_prompts_that_were_not_held_are_made_while_there_is_nothing_to_sen
 def test_strictly_an_unsorted_file_is_refused_by_its_line() -> None:
     recording = Recording(DATA / "traces" / "azure_2023.shuffled.csv")
     assert load(recording).inversions
-    with pytest.raises(TraceError, match=r":4: earlier than the row before it"):
+    with pytest.raises(TraceError, match=r":4: it is earlier than the row before it"):
         load(recording, strict=True)
     assert load(Recording(DATA / "traces" / "azure_lmm.csv"), strict=True).read == 10
 
@@ -203,7 +203,7 @@ async def test_waiting_turns_come_at_their_times_but_after_the_answer_before() -
 
 
 async def test_thinking_turns_come_their_think_time_after_the_answer() -> None:
-    """Recorded delays are kept; where the answer's end is recorded the rest of the gap is; else the whole gap."""
+    """Recorded delays are kept. Otherwise the gap counts, without the time of the answer if that is recorded."""
     chat = [turn(1, 0, "a", took_ns=60 * MS), turn(2, 100, "a"), turn(3, 180, "a"), turn(4, 200, "a", think_ns=7 * MS)]
     replay = await replayed(chat, "think")
     assert sent_ms(replay) == [(1, 0), (2, 150 + 40), (3, 340 + 80), (4, 570 + 7)]

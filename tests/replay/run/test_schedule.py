@@ -1,4 +1,4 @@
-"""The schedule and the run: absolute times, an open loop, a counted ceiling, and one outcome a request."""
+"""The schedule has absolute times and an open loop; a run has a counted ceiling and one outcome a request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEADLINE_S = 20.0  # of each test's waits
 
 
 class FakeClock:
-    """Time that passes only when told to: each sleep overshoots, as real ones do."""
+    """A clock that advances only in sleeps. Each sleep overshoots, as real ones do."""
 
     def __init__(self, overshoot_ns: int = 0) -> None:
         self.at_ns, self.overshoot_ns = 7 * S, overshoot_ns
@@ -54,7 +54,7 @@ class FakeClock:
 
 
 class FakeClient:
-    """A deployment that answers as it is told: `answer` gives a reply's value, or None for one that stays open."""
+    """A fake client. `answer` gives the value of a reply, or None for a reply that stays open."""
 
     def __init__(self, answer: Callable[[int, bytes], Answer | Exception | None]) -> None:
         self.answer = answer
@@ -339,7 +339,7 @@ async def test_busy_is_not_sent_again() -> None:
 
 async def test_a_request_without_an_outcome_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorferry.replay.run.sender.GRACE_S", 0.05)
-    monkeypatch.setattr("tensorferry.replay.run.sender._LOOK_S", 0.01)
+    monkeypatch.setattr("tensorferry.replay.run.sender.LOOK_S", 0.01)
     client = FakeClient(never)
     replay = replay_of([0, 0], deadline_s=0.05, clock=MonotonicClock())
     await run(replay, client)

@@ -1,4 +1,4 @@
-"""What a trace may be wrapped in, and what is refused by its name with the way out: all told by content."""
+"""Containers of traces are recognised by content. Others are refused by name, with a remedy."""
 
 from __future__ import annotations
 

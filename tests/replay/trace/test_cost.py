@@ -1,4 +1,4 @@
-"""What a hostile trace costs: a line is refused or read for about what its bytes cost, whatever is in it."""
+"""The cost of a hostile line is proportional to its bytes, for any content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces in every dress people keep them in: each is read exactly, refused clearly, or loses only its bad rows."""
+"""Each variant of a trace file is read exactly, refused clearly, or loses only its bad rows."""
 
 from __future__ import annotations
 
@@ -358,19 +358,22 @@ def test_a_gzip_file_cut_short_is_one_clear_error(write: Write) -> None:
 
 def test_no_header_is_refused_with_the_header_to_add() -> None:
     said = refusal(DATA / "azure_lmm.no_header.csv")
-    assert said.startswith(":1: no header")
+    assert said.startswith(":1: it has no header")
     assert "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens" in said
 
 
 def test_a_missing_or_doubled_column_is_named(write: Write) -> None:
     assert "no column TIMESTAMP" in refusal(write("ContextTokens,GeneratedTokens", "1,2"))
-    assert "ContextTokens is there twice" in refusal(write(f"{HEADER},contexttokens", f"{GOOD},7"))
+    assert "ContextTokens occurs twice" in refusal(write(f"{HEADER},contexttokens", f"{GOOD},7"))
 
 
 @pytest.mark.parametrize(
     ("first_line", "told"),
     [
-        ("600,0.935,0.7622347122530804,Weibull,1.3303845222743667,1.1677856341320065", "ServeGen's statistics"),
+        (
+            "600,0.935,0.7622347122530804,Weibull,1.3303845222743667,1.1677856341320065",
+            "statistics of a ServeGen client",
+        ),
         ('{ "trace_id": "a", "spans": [', "OpenTelemetry"),
         ('{ "data": [ { "payloads": [', "inputs.json"),
         ('[{"at_ms": 1}]', "JSON array"),
@@ -389,11 +392,11 @@ def test_what_replay_does_not_read_is_named(write: Write, first_line: str, told:
 def test_nothing_to_read(write: Write, tmp_path: Path) -> None:
     assert "empty" in refusal(write(b""))
     assert "empty" in refusal(write("", "  "))
-    assert "without a single row" in refusal(write(HEADER))
+    assert "without a row" in refusal(write(HEADER))
     assert "No such file" in refusal(tmp_path / "absent")
     assert "not a regular file" in refusal(Path("/dev/null"))
     (tmp_path / "nothing").mkdir()
-    assert "without a single file" in refusal(tmp_path / "nothing")
+    assert "without a file" in refusal(tmp_path / "nothing")
 
 
 # --- times ---------------------------------------------------------------------------------------------------
@@ -416,7 +419,7 @@ def test_times_are_exact(text: str, ns: int, zoned: bool) -> None:
 
 
 def test_a_run_of_times_is_read_as_each_alone() -> None:
-    """What is remembered of the time before must not show: its minute, its zone, its number of digits."""
+    """The cached minute, zone and number of digits of the time before must not change a result."""
     texts = [
         "2024-10-15T12:00:00.269Z",
         "2024-10-15T12:00:00.2690",

@@ -1,4 +1,4 @@
-"""Whatever a row says, it costs that row alone: every format, fed with values that its keys were never meant for."""
+"""A row with any content is at worst dropped alone. Every format gets values of types that its keys do not allow."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_an_odd_value_costs_its_row_alone(tmp_path: Path, name: str, data: st.Da
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bytes_that_are_changed_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
-    """A file that was damaged anywhere is a trace with drops, or one error that names it."""
+    """A file with damage anywhere gives a trace with drops, or one error that names it."""
     files = sorted(path for path in DATA.iterdir() if path.suffix != ".md")
     content = bytearray(data.draw(st.sampled_from(files)).read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):

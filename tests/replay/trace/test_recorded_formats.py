@@ -1,4 +1,4 @@
-"""The traces other people recorded: each is known by its content, and read with the units and identities it has."""
+"""Published trace formats are recognised by content, and read with their units and identities."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ def test_turns_of_one_line_come_in_order_through_the_index(write: Write) -> None
 
 
 def test_delays_stay_after_their_turn_through_the_index(write: Write) -> None:
-    """Such a row alone does not say when it is."""
+    """Such a row alone has no time."""
     rows = [
         {"session_id": "s", "timestamp": 50, "text": "a"},
         {"session_id": "s", "delay": 20, "text": "b"},

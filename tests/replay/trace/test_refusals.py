@@ -1,4 +1,4 @@
-"""What is no trace, no part of one, or leaves nothing of one is refused, with what is wrong and where."""
+"""A file that is not a trace, or an empty selection, is refused with the mistake and its place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_folder_of_two_formats_names_a_file_of_each(tmp_path: Path, command: l
     result = run("trace", name, folder, *(tmp_path / one for one in out))
     assert result.exit_code == 1
     assert result.stderr.startswith(
-        f"Error: {folder / 'b.jsonl'}: the format servegen, and {folder / 'a.csv'} has azure"
+        f"Error: {folder / 'b.jsonl'}: it has the format servegen, but {folder / 'a.csv'} has azure"
     )
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -51,7 +51,7 @@ def test_a_folder_of_two_formats_names_a_file_of_each(tmp_path: Path, command: l
 def test_a_file_that_is_no_part_is_named(tmp_path: Path, name: str) -> None:
     shutil.copy(DATA / "servegen.jsonl", tmp_path / "s.jsonl")
     (tmp_path / name).write_text("Apache License\nVersion 2.0\n")
-    with pytest.raises(TraceError, match=f"{name}:1: not a trace that replay knows"):
+    with pytest.raises(TraceError, match=f"{name}:1: it is not a trace that replay knows"):
         read_trace(tmp_path)
 
 
@@ -72,7 +72,7 @@ def test_parts_may_go_on_without_a_header_or_be_empty(tmp_path: Path) -> None:
 def test_columns_in_another_order_are_no_part(tmp_path: Path) -> None:
     (tmp_path / "1.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,3,4\n")
     (tmp_path / "2.csv").write_text("TIMESTAMP,GeneratedTokens,ContextTokens\n2023-11-16 18:17:03,3,4\n")
-    with pytest.raises(TraceError, match=r"2\.csv:1: other columns than .*1\.csv has"):
+    with pytest.raises(TraceError, match=r"2\.csv:1: its columns differ from those of .*1\.csv"):
         read_trace(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_what_is_no_file_in_a_folder_is_named(tmp_path: Path, odd: str) -> None:
         os.mkfifo(tmp_path / odd)
     else:
         (tmp_path / odd).symlink_to("nowhere")
-    with pytest.raises(TraceError, match=f"{odd}: neither a file nor a folder"):
+    with pytest.raises(TraceError, match=f"{odd}: it is neither a file nor a folder"):
         read_trace(tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_a_dry_run_writes_its_plan(tmp_path: Path) -> None:
     [
         ('"at_ms": 1e999, "text": "a"', r"at_ms is 1E\+999; it may have 19 digits before the point at most"),
         (f'"at_ms": {"9" * 30}, "text": "a"', r"at_ms is 1\.000E\+30; it may have 19 digits"),
-        (f'"at_ms": {"9" * 5000}, "text": "a"', r"a number of thousands of digits"),
+        (f'"at_ms": {"9" * 5000}, "text": "a"', r"it has a number of thousands of digits"),
         ('"at_ms": 1, "images": {"path": "a"}', r"images is \"\{'path': 'a'\}\"; give a list of images"),
     ],
 )
@@ -159,13 +159,13 @@ def test_a_row_that_is_refused_says_value_and_remedy(tmp_path: Path, row: str, s
 
 
 def test_a_key_that_is_given_twice_is_said() -> None:
-    with pytest.raises(ValueError, match="says time= twice"):
+    with pytest.raises(ValueError, match="has time= twice"):
         keys_of("time=a,prompt=b,time=b")
 
 
 def test_a_list_without_sizes_is_said(tmp_path: Path) -> None:
     (tmp_path / "sizes.csv").write_text("w,h\n3,4\n")
-    with pytest.raises(TraceError, match=r"no list of sizes: a CSV file with the columns width and height$"):
+    with pytest.raises(TraceError, match=r"a list is a CSV file with the columns width and height$"):
         image_model(str(tmp_path / "sizes.csv"), 0)
     with pytest.raises(ValueError, match="sides of 1 to"):
         image_model("99999999x99999999", 0)

@@ -1,4 +1,4 @@
-"""When a request comes: what a time may look like, in which unit it is, and who decides that."""
+"""Times of requests: their forms, their units, and the decision on the unit."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_trace_of_no_known_times_says_how_to_name_them(tmp_path: Path) -> None
 
 def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path, {**ROWS["openai-batch"][0], "t": 5})
-    for keys, told in (("unit=s", "name their field"), ("time=t", "say it, as --keys time=t,unit=s")):
+    for keys, told in (("unit=s", "name their field"), ("time=t", "say it, as in --keys time=t,unit=s")):
         with pytest.raises(TraceError, match=told):
             Recording(path, keys=keys_of(keys))
 

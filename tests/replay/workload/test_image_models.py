@@ -1,4 +1,4 @@
-"""Images of a trace that only counts them: of measured sizes, as often as they were measured, the same every time."""
+"""Images that a trace only counts get measured sizes with their frequencies, the same ones every time."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ def test_what_is_no_model_is_said(spec: str) -> None:
         ("width,height\n3,x\n", ":2: height is 'x'"),
         ("width,height\n3,4\n3\n", ":3: 1 fields"),
         ("width,height\n60000,60000\n", ":2: 60000 x 60000 pixels"),
-        ("width,height,count\n3,4,0\n", "not one of them"),
-        ("width,height\n", "not one of them"),
-        (json.dumps({"at_ms": 1, "images": 3, "output_tokens": 1}), "no image in it of a known size"),
-        ("hello", "not a trace"),
+        ("width,height,count\n3,4,0\n", "no size with a count above 0"),
+        ("width,height\n", "no size with a count above 0"),
+        (json.dumps({"at_ms": 1, "images": 3, "output_tokens": 1}), "no image of a known size"),
+        ("hello", "neither a trace"),
     ],
 )
 def test_a_file_that_is_no_model_is_named(tmp_path: Path, text: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""What a replay invents: sizes of the right shape, photos and prompts that are the same bytes every time."""
+"""A replay invents sizes of the right distribution, and photos and prompts with the same bytes every time."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_photo_becomes_a_jpeg_of_exactly_that_size(size: tuple[int, int]) -> N
 
 
 def test_photos_are_cropped_not_squeezed() -> None:
-    """A circle stays one: the middle of a photo twice as wide is cut out."""
+    """A circle stays a circle, since the middle of a photo that is twice as wide is cut out."""
     wide = Pillow.new("RGB", (400, 200), (255, 0, 0))
     wide.paste((0, 0, 255), (100, 0, 300, 200))
     with Pillow.open(io.BytesIO(Photo("wide", wide).jpeg(100, 100))) as image:
@@ -139,7 +139,7 @@ def test_a_folder_gives_its_readable_images_in_the_order_of_names(tmp_path: Path
 
 def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"")
-    with pytest.raises(PhotoError, match="no image in it that can be read"):
+    with pytest.raises(PhotoError, match="it has no image that can be read"):
         load_photos(tmp_path)
     with pytest.raises(PhotoError, match="No such file"):
         load_photos(tmp_path / "absent")
@@ -186,7 +186,7 @@ def test_a_missing_image_drops_the_request_that_names_it(tmp_path: Path) -> None
 
 
 def test_b28_a_trace_reads_no_files_but_those_below_its_folder(tmp_path: Path) -> None:
-    """It may be somebody else's, and what it names is sent."""
+    """A trace may come from others, and the files that it names are sent."""
     (tmp_path / "trace").mkdir()
     (tmp_path / "tracery").mkdir()
     for name in ("secret", "trace/inside.jpg", "tracery/near.jpg"):
@@ -203,7 +203,10 @@ def test_b28_a_trace_reads_no_files_but_those_below_its_folder(tmp_path: Path) -
     assert [prepared.request.line for prepared in preparation.requests] == [1, 2, 3, 4, 5]
     reasons = [drop.reason for drop in preparation.drops]
     assert reasons == ["forbidden_image"] * len(bad) + ["missing_image"]
-    assert f"outside of what may be read, {tmp_path}/trace; --media-root allows more" in preparation.drops[0].problem
+    assert (
+        f"outside of what may be read, {tmp_path}/trace; --media-root allows further folders"
+        in preparation.drops[0].problem
+    )
     wider = made(*rows[:8], path=tmp_path / "trace" / "trace.jsonl", roots=[tmp_path])
     assert len(wider.requests) == 8
 

@@ -1,4 +1,4 @@
-"""Prompts that a replay invents are taken by a deployment whose vocabulary has more special tokens than text."""
+"""A deployment whose vocabulary has more special tokens than text accepts the prompts that a replay invents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ telemetry: {{log_level: error}}
 
 
 def like_qwens(path: Path) -> None:
-    """Few tokens of text beside Qwen2-VL's special ones, so that an id drawn from all of them soon is special."""
+    """Write few tokens of text beside Qwen2-VL's special ones, so that random ids are often special."""
     tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate("abcdefgh")}, merges=[]))
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *PLACEHOLDERS, "<|vision_pad|>", "<|video_pad|>"]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
