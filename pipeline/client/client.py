@@ -23,7 +23,7 @@ from tensorferry.codecs.frames import Buffer, Limits, decode, encode
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.channels.curve_keys import client_keys
-from tensorferry.pipeline.channels.zmq_link import Denial
+from tensorferry.pipeline.channels.interface import Denial
 from tensorferry.pipeline.client.argument_checks import REQUEST_NBYTES, check_arguments, check_list, check_sizes
 from tensorferry.pipeline.client.prompt_parts import Part, prompt_on_wire
 from tensorferry.pipeline.deployment.spec import Deployment

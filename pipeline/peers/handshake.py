@@ -22,7 +22,7 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline.channels.channels import Outbox
+from tensorferry.pipeline.channels.interface import Sender
 from tensorferry.pipeline.peers.peer import Peer
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ class Peers:
         inbox: str,
         *,
         upstream: Mapping[Key, str],
-        connect: Callable[[str, str], Outbox],
+        connect: Callable[[str, str], Sender],
         attach: Callable[[wire.Pool], None],
         quarantine_s: float,
         capabilities: tuple[str, ...] = (),

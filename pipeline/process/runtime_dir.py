@@ -37,6 +37,7 @@ import structlog
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.channels.addresses import (
+    PATH_NBYTES,
     TCP,
     Host,
     host_and_port,
@@ -44,7 +45,7 @@ from tensorferry.pipeline.channels.addresses import (
     reachable_host,
     tcp_address,
 )
-from tensorferry.pipeline.channels.zmq_link import PATH_NBYTES, is_file
+from tensorferry.pipeline.channels.socket_file import is_file
 from tensorferry.pipeline.deployment.spec import STAGES, Deployment, port_offset
 from tensorferry.pipeline.process.name_claim import Claimed, claimed
 

@@ -40,7 +40,8 @@ from tensorferry.pipeline.channels.channels import (
     check_address,
     open_context,
 )
-from tensorferry.pipeline.channels.zmq_link import BATCH, Link, open_socket
+from tensorferry.pipeline.channels.intake import BATCH
+from tensorferry.pipeline.channels.zmq_link import Link, open_socket
 
 ME = Origin("encoder", 0, 7)
 LIMITS = Limits(frames=8, header_nbytes=1 << 16, inline_nbytes=64 << 20)
