@@ -8,27 +8,24 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from types import SimpleNamespace
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.stages.played_peers import PlayedPeers
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import BadItem, PeerGone
-from tensorferry.codecs.frames import Limits
+from tensorferry.codecs.errors import BadItem
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
-from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, view_of
-from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec
-from tensorferry.pipeline.telemetry.counters import Counters
+from tensorferry.pipeline.deployment.spec import EncoderSpec
 from tensorferry.stages.adapters.base import Finish, ItemInfo, Load, Out, split
 from tensorferry.stages.encoder.encoder import Encoder
 
-ME, SCHEDULER = 7, 8  #: epochs
-OWNER = wire.Origin("tokenizer", 0, 3)
+OWNER, STRANGER = wire.Origin("tokenizer", 0, 3), wire.Origin("tokenizer", 0, 4)
+SCHEDULER = wire.Origin("scheduler", 0, 8)
 PATCHES = 4
 POISONED, CRASHING, WRONG_ROWS = 200, 201, 202  #: first bytes of pixels that an adapter does not like
 
@@ -87,43 +84,37 @@ class Queued(Echo):
 
 
 class Rank:
-    """An encoder rank whose peers are lists: `embeddings` has the first byte of each item of each request's message,
-    `failures` what was told to the owner."""
+    """An encoder rank whose owner and scheduler the test plays."""
 
-    def __init__(self, adapter: Any, **spec: Any) -> None:
+    def __init__(self, adapter: Any, undo: AsyncExitStack, **spec: Any) -> None:
         self.adapter = adapter
-        self.reader = Reader(ME)
-        self.embeddings: dict[bytes, list[tuple[int, int]]] = {}
-        self.failures: dict[bytes, wire.Failure] = {}
-        scheduler = SimpleNamespace(
-            rank=0, column=None, epoch=SCHEDULER, outbox=SimpleNamespace(send_nowait=self._embedded)
-        )
-        self.stage: Any = SimpleNamespace(
-            limits=Limits(),
-            reader=self.reader,
-            publisher=Publisher(None),
-            device=None,
-            deployment=Deployment(name="test", encoder=EncoderSpec(**{"batch_wait_ms": 0.0} | spec)),
-            epoch=ME,
-            origin=wire.Origin("encoder", 0, ME),
-            counters=Counters(),
-            outlive=lambda problem: None,
-            peers=SimpleNamespace(
-                knows=lambda origin: True,
-                taker=lambda stage, rank, epoch: scheduler,
-                get=lambda stage, rank, epoch: OWNER,
-                report=lambda peer, message: self.failures.update({message.request: message.failure}),
-                tell=lambda message: None,
-            ),
-        )
+        played = PlayedPeers("encoder", undo, OWNER, SCHEDULER, encoder=EncoderSpec(**{"batch_wait_ms": 0.0} | spec))
+        self.stage, self.epoch, self.reader = played.stage, played.stage.epoch, played.stage.reader
+        self._played = played
+        self._embeddings: dict[bytes, list[tuple[int, int]]] = {}
+        self._failures: dict[bytes, wire.Failure] = {}
         self.thread, self.waiter = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.encoder = Encoder(self.stage, self.adapter, self.thread, self.waiter)
 
-    def _embedded(self, message: wire.Embeddings, frames: Sequence[Any]) -> None:
-        assert message.request not in self.embeddings, "one message for each request"
-        self.embeddings[message.request] = [
-            (item.index, int(np.asarray(frames[item.outputs[0].payload.frame])[0])) for item in message.items
-        ]
+    @property
+    def embeddings(self) -> dict[bytes, list[tuple[int, int]]]:
+        """The first byte of each item of each request's message."""
+        for message, frames, *_ in self._played.sent(SCHEDULER):
+            assert isinstance(message, wire.Embeddings)
+            assert message.request not in self._embeddings, "one message for each request"
+            items = [(item.index, item.outputs[0].payload) for item in message.items]
+            self._embeddings[message.request] = [
+                (index, frames[payload.frame][0]) for index, payload in items if isinstance(payload, wire.Inline)
+            ]
+        return self._embeddings
+
+    @property
+    def failures(self) -> dict[bytes, wire.Failure]:
+        """What the owner was told."""
+        for message, *_ in self._played.sent(OWNER):
+            assert isinstance(message, wire.Failed)
+            self._failures[message.request] = message.failure
+        return self._failures
 
     def ask(self, request: bytes, pixels: Sequence[int], **changes: Any) -> None:
         """A request whose items have these first bytes, and so these contents."""
@@ -139,12 +130,15 @@ class Rank:
         frames: Sequence[Any] = (),
         *,
         deadline_ns: int = 1 << 62,
-        encoders: tuple[wire.Rank, ...] = (wire.Rank(0, ME),),
+        encoders: tuple[wire.Rank, ...] = (),
+        owner: wire.Origin = OWNER,
+        scheduler: int = SCHEDULER.epoch,
     ) -> None:
-        """items: what each is a content of, and its payload."""
+        """items: what each is a content of, and its payload. encoders: by default this rank alone."""
         sent = tuple(wire.Item("image", (1, 2, 2), 1, content.rjust(16, b"\0"), payload) for content, payload in items)
-        schedulers = (wire.Rank(0, SCHEDULER),)
-        self.encoder.take(wire.Encode(request.rjust(16), 0, ME, OWNER, encoders, schedulers, sent, deadline_ns), frames)
+        encoders, schedulers = encoders or (wire.Rank(0, self.epoch),), (wire.Rank(0, scheduler),)
+        message = wire.Encode(request.rjust(16), 0, self.epoch, owner, encoders, schedulers, sent, deadline_ns)
+        self.encoder.take(message, frames)
 
     async def serve(self) -> None:
         """Until every job is done."""
@@ -172,12 +166,11 @@ class Rank:
 
 
 @pytest.fixture(params=[Echo, Queued])
-def rank_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Rank]]:
-    with ExitStack() as undo:
+async def rank_of(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Rank]]:
+    async with AsyncExitStack() as undo:
 
         def make(**spec: Any) -> Rank:
-            rank = Rank(request.param(), **spec)
-            undo.callback(rank.reader.close)
+            rank = Rank(request.param(), undo, **spec)
             undo.callback(rank.thread.shutdown)
             undo.callback(rank.waiter.shutdown)
             return rank
@@ -220,7 +213,7 @@ async def test_requests_that_wait_together_share_a_call_and_get_messages_of_thei
 
 async def test_an_item_of_another_rank_is_not_encoded_here(rank_of: Any) -> None:
     rank = rank_of()
-    other, me = (wire.Rank(0, 99), wire.Rank(1, ME))
+    other, me = (wire.Rank(0, 99), wire.Rank(1, rank.epoch))
     payload = wire.Inline(0, CODES["uint8"], (PATCHES, 3))
     frames = [np.full(PATCHES * 3, 9, np.uint8)]
     # Two equal items go to two ranks, the first to the one that the request's id says.
@@ -236,9 +229,8 @@ async def test_rows_that_no_request_can_have_are_refused_before_anything_is_made
     payload = wire.Inline(0, CODES["uint8"], (PATCHES, 3))
     rows = rank.stage.deployment.limits.request_tokens + 1
     item = wire.Item("image", (1, 2, 2), rows, bytes(16), payload)
-    message = wire.Encode(
-        b"a".rjust(16), 0, ME, OWNER, (wire.Rank(0, ME),), (wire.Rank(0, SCHEDULER),), (item,), 1 << 62
-    )
+    encoders, schedulers = (wire.Rank(0, rank.epoch),), (wire.Rank(0, SCHEDULER.epoch),)
+    message = wire.Encode(b"a".rjust(16), 0, rank.epoch, OWNER, encoders, schedulers, (item,), 1 << 62)
     rank.encoder.take(message, [np.zeros(PATCHES * 3, np.uint8)])
     assert rank.answers(b"a") == "BadMessage -1"
     await rank.serve()
@@ -264,9 +256,8 @@ async def test_an_adapter_that_makes_more_outputs_than_a_message_takes_fails_tha
 
 async def test_items_of_an_owner_that_nobody_has_met_are_dropped_and_what_they_lent_is_given_back(rank_of: Any) -> None:
     rank = rank_of()
-    rank.stage.peers.knows = lambda origin: False
     with lent(rank, 1) as (pool, payload):
-        rank.send(b"a", [(b"a", payload)])
+        rank.send(b"a", [(b"a", payload)], owner=STRANGER)
         pool.reclaim()
         assert pool.statistics().lent_slots == 0
     await rank.serve()
@@ -355,7 +346,7 @@ async def test_cancelled_and_late_jobs_drop_out(rank_of: Any) -> None:
         rank.ask(b"a", [1])
         rank.send(b"cancelled", [(b"x", payload)])
         rank.ask(b"late", [4], deadline_ns=1)
-        rank.encoder.take(wire.Cancel(b"cancelled".rjust(16), 0, ME), [])
+        rank.encoder.take(wire.Cancel(b"cancelled".rjust(16), 0, rank.epoch), [])
         await rank.serve()
         assert pool.reclaim() == 1
     assert rank.adapter.calls == [[1]]
@@ -577,8 +568,10 @@ async def test_e3_a_rank_encodes_of_what_is_named_anew_and_never_what_came_encod
         wire.Item("image", grid, 1, bytes(16), wire.Inline(0, CODES["uint8"], frame.shape) if index in sent else None)
         for index, grid in enumerate(grids)
     )
-    ranks = (wire.Rank(0, ME),)
-    message = wire.Encode(b"a".rjust(16), 0, ME, OWNER, ranks, (wire.Rank(0, SCHEDULER),), items, 1 << 62, anew)
+    ranks = (wire.Rank(0, rank.epoch),)
+    message = wire.Encode(
+        b"a".rjust(16), 0, rank.epoch, OWNER, ranks, (wire.Rank(0, SCHEDULER.epoch),), items, 1 << 62, anew
+    )
     rank.encoder.take(message, [view_of(frame).data])
     await rank.serve()
     if problem:
@@ -597,7 +590,7 @@ async def test_what_is_cancelled_while_it_is_awaited_is_not_sent(rank_of: Callab
     rank.ask(b"b", [2])
     async with rank.encoding():
         await until(lambda: rank.adapter.awaited)
-        rank.encoder.take(wire.Cancel(b"a".rjust(16), 0, ME), [])
+        rank.encoder.take(wire.Cancel(b"a".rjust(16), 0, rank.epoch), [])
         rank.adapter.gate.set()
         await rank.encoder._jobs.join()
     assert list(rank.embeddings) == [b"b".rjust(16)]
@@ -613,7 +606,7 @@ async def test_a_rank_that_is_stopped_waits_for_what_is_queued_and_gives_everyth
     rank = rank_of()
     rank.adapter.gate.clear()
     with lent(rank, 1) as (pool, payload), Pool.create(1 << 20, 8) as out:
-        rank.stage.publisher = Publisher(out, inline_below_nbytes=0)
+        rank.stage.lend(None, Publisher(out, inline_below_nbytes=0))
         rank.send(b"a", [(b"x", payload)])
         async with rank.encoding() as encoding:
             await until(lambda: rank.adapter.awaited)
@@ -660,7 +653,7 @@ async def test_whatever_comes_together_output_i_belongs_to_input_i(rank_of: Any,
             rank.ask(request, asked[request], **({"deadline_ns": 1} if late else {}))
             if late or rng.random() < 0.1:
                 over.add(request)
-                rank.encoder.take(wire.Cancel(request.rjust(16), 0, ME), [])
+                rank.encoder.take(wire.Cancel(request.rjust(16), 0, rank.epoch), [])
         await rank.serve()
         assert cache is None or cache.nbytes <= cache.capacity_nbytes
     answered = {name.strip() for name in rank.embeddings.keys() | rank.failures.keys()}
@@ -684,14 +677,7 @@ async def test_a_drain_finishes_the_batch_that_waits_for_company(rank_of: Any) -
 
 async def test_one_whose_scheduler_is_gone_takes_nobody_with_it(rank_of: Any) -> None:
     rank = rank_of()
-    taker = rank.stage.peers.taker
-
-    def gone_once(*who: Any) -> Any:
-        rank.stage.peers.taker = taker
-        raise PeerGone("scheduler-0", "has left")
-
-    rank.stage.peers.taker = gone_once
-    rank.ask(b"a", [1])
+    rank.ask(b"a", [1], scheduler=SCHEDULER.epoch + 1)
     rank.ask(b"b", [2])
     await rank.serve()
     assert (rank.answers(b"a"), rank.answers(b"b")) == ("PeerGone -1", [(0, 2)])
@@ -712,7 +698,7 @@ async def test_a_request_that_nobody_wants_does_not_hold_its_batch_up(
         rank.send(b"late", [(b"late", proxy)], deadline_ns=until_ns if how == "past its deadline" else 1 << 62)
         rank.ask(b"good", [6])
         if how == "cancelled":
-            cancel = wire.Cancel(b"late".rjust(16), 0, ME)
+            cancel = wire.Cancel(b"late".rjust(16), 0, rank.epoch)
             asyncio.get_running_loop().call_later(0.02, rank.encoder.take, cancel, [])
         await rank.serve()
         assert rank.answers(b"good") == [(0, 6)]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from types import SimpleNamespace
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.stages.played_peers import PlayedPeers
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadMessage
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
-from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.tensors import CODES, View, view_of
-from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
-from tensorferry.pipeline.telemetry.counters import Counters
+from tensorferry.pipeline.deployment.spec import SchedulerSpec
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.scheduler.splice import check, contradiction, splice
@@ -45,32 +43,25 @@ class Noted:
 
 
 class Rank:
-    """A scheduler rank whose peers are lists: `told` has what its owners were told."""
+    """A scheduler rank whose owner and encoder the test plays."""
 
-    def __init__(self, copier: ThreadPoolExecutor, **spec: Any) -> None:
-        self.engine, self.reader, self.counters = Noted(), Reader(ME), Counters()
-        self.told: list[wire.Message] = []
-        stage: Any = SimpleNamespace(
-            deployment=Deployment(name="test", scheduler=SchedulerSpec(**spec)),
-            epoch=ME,
-            origin=wire.Origin("scheduler", 0, ME),
-            reader=self.reader,
-            device=None,
-            counters=self.counters,
-            outlive=lambda problem: None,
-            peers=SimpleNamespace(
-                knows=lambda origin: origin != STRANGER,
-                get=lambda stage, rank, epoch: OWNER,
-                report=lambda peer, message: self.told.append(message),
-            ),
-        )
+    def __init__(self, copier: ThreadPoolExecutor, undo: AsyncExitStack, **spec: Any) -> None:
+        self.engine = Noted()
+        self._played = PlayedPeers("scheduler", undo, OWNER, ENCODER, scheduler=SchedulerSpec(**spec))
+        stage = self._played.stage
+        self.epoch, self.reader, self.counters = stage.epoch, stage.reader, stage.counters
         self.scheduler = Scheduler(stage, self.engine, copier)
+
+    @property
+    def told(self) -> list[wire.Message]:
+        """What its owner was told since this was last asked."""
+        return [received.message for received in self._played.sent(OWNER)]
 
     def admit(self, request: bytes, items: int, *, attempt: int = 0, tokens: int = 16) -> None:
         spans = tuple(wire.Span(ROWS * index, ROWS) for index in range(items))
-        ranks = (wire.Rank(0, ME),)
+        ranks = (wire.Rank(0, self.epoch),)
         self.scheduler.take(
-            wire.Admit(request.rjust(16), attempt, ME, OWNER, ranks, bytes(4 * tokens), spans, 0, 1 << 62), ()
+            wire.Admit(request.rjust(16), attempt, self.epoch, OWNER, ranks, bytes(4 * tokens), spans, 0, 1 << 62), ()
         )
 
     def embed(self, request: bytes, items: Sequence[int], *, attempt: int = 0) -> None:
@@ -80,7 +71,7 @@ class Rank:
             wire.Embedding(item, ROWS, (wire.Output("embeddings", wire.Inline(frame, CODES["uint8"], (ROWS, WIDTH))),))
             for frame, item in enumerate(items)
         )
-        self.scheduler.take(wire.Embeddings(request.rjust(16), attempt, ME, ENCODER, embeddings, ()), frames)
+        self.scheduler.take(wire.Embeddings(request.rjust(16), attempt, self.epoch, ENCODER, embeddings, ()), frames)
 
     async def serve(self) -> None:
         """Until nothing is left that could run."""
@@ -96,15 +87,12 @@ class Rank:
 
 
 @pytest.fixture
-def rank_of() -> Iterator[Callable[..., Rank]]:
-    with ExitStack() as undo:
+async def rank_of() -> AsyncIterator[Callable[..., Rank]]:
+    async with AsyncExitStack() as undo:
         copier = undo.enter_context(ThreadPoolExecutor(1))
 
         def make(**spec: Any) -> Rank:
-            rank = Rank(copier, **spec)
-            undo.callback(rank.reader.close)
-            undo.callback(rank.counters.close)
-            return rank
+            return Rank(copier, undo, **spec)
 
         yield make
 
@@ -157,7 +145,7 @@ async def test_l3_what_a_stranger_lends_is_given_back_unread(rank_of: Callable[.
         with Publisher(pool, inline_below_nbytes=0).draft([("uint8", (ROWS, WIDTH))]) as draft:
             [payload] = draft.dispatch(column, [])
         items = (wire.Embedding(0, ROWS, (wire.Output("embeddings", payload),)),)
-        rank.scheduler.take(wire.Embeddings(bytes(16), 0, ME, STRANGER, items, ()), ())
+        rank.scheduler.take(wire.Embeddings(bytes(16), 0, rank.epoch, STRANGER, items, ()), ())
         pool.reclaim()
         assert pool.statistics().lent_slots == 0
         rank.reader.detach(pool.description.pool)
