@@ -115,7 +115,7 @@ class Stage:
             needs=transport if transport in GPU_TRANSPORTS else "",
             on_mended=self.mended,
             broker=self.runtime.broker,
-            on_stranger=lambda: self.counters.count("messages_of_strangers"),
+            on_unknown=lambda: self.counters.count("messages_unknown_peer"),
         )
 
     def _outbox(self, address: str, name: str) -> Sender:
@@ -174,7 +174,7 @@ class Stage:
         """Take a message of a peer, or count why not. What was sent to a former life of this process is dropped."""
         taken = isinstance(message, TAKEN[self.origin.stage])
         if taken and isinstance(message, OF_REQUESTS) and message.to != self.epoch:
-            self.counters.count("mail_of_a_former_life")
+            self.counters.count("messages_stale_epoch")
         elif not self.work.take(message, frames) and not self.hear(message):
             article = "an" if self.origin.stage == "encoder" else "a"
             self.refused(BadMessage(f"{article} {self.origin.stage} takes no {type(message).__name__}"))
@@ -185,7 +185,7 @@ class Stage:
             return True
         known = self.post.hear(message)
         if known is False:
-            self.counters.count("messages_of_strangers")
+            self.counters.count("messages_unknown_peer")
         return known is not None
 
     def refused(self, problem: BadMessage) -> None:

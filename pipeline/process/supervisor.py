@@ -404,7 +404,7 @@ async def _keep(runtime: Runtime, config: str, every_s: float, held: ExitStack) 
         await asyncio.sleep(every_s)
         try:
             if runtime.keep("deployment", 0, held, config):
-                log.warning("lock_file_made_again", directory=str(runtime.directory))
+                log.warning("lock_file_recreated", directory=str(runtime.directory))
             well = True
         except (DeploymentError, OSError) as problem:
             if well:

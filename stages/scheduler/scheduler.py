@@ -167,7 +167,7 @@ class Scheduler:
 
     def _admit(self, admit: wire.Admit) -> None:
         if not self._stage.peers.knows(admit.owner):
-            self._stage.counters.count("messages_of_strangers")
+            self._stage.counters.count("messages_unknown_peer")
             return
         if self._over.covers(admit.request, admit.attempt):
             self._stage.counters.count("admits_late")
@@ -187,7 +187,7 @@ class Scheduler:
         """Collect embeddings: small ones now; large ones, and those that a GPU may still write, beside the loop."""
         payloads = [output.payload for item in message.items for output in item.outputs]
         if not self._stage.peers.knows(message.origin):
-            self._stage.counters.count("messages_of_strangers")
+            self._stage.counters.count("messages_unknown_peer")
             for payload in payloads:
                 with suppress(FerryError):  # nothing is owed of most
                     self._stage.reader.acknowledge(payload)

@@ -459,7 +459,7 @@ class Tokenizer:
         """Book what a scheduler rank has done for a request, if it is one that attends to it."""
         rank = report.origin.rank
         if not request.is_attended_by(report.origin):
-            self._stage.counters.count("messages_of_strangers")
+            self._stage.counters.count("messages_unknown_peer")
         elif isinstance(report, wire.Collected):
             request.collecting.discard(rank)
         elif len(report.digests) not in (0, len(request.hashes)):

@@ -97,7 +97,7 @@ def test_c5_a_silent_peer_gets_nothing_new_until_it_is_heard(peers: Peers, clock
         beats(peers, clock, 1, 0, 1)
         assert usable(peers) == [0, 1]
     ours = [(log["event"], log["peer"]) for log in logs if log["peer"] == "encoder-1"]
-    assert ours == [("peer_quarantined", "encoder-1"), ("peer_heard_again", "encoder-1")]
+    assert ours == [("peer_quarantined", "encoder-1"), ("peer_recovered", "encoder-1")]
     assert next(log["reason"] for log in logs if log["peer"] == "encoder-1") == "is quarantined: not heard for 5.0 s"
 
 
@@ -285,7 +285,7 @@ def encoder(clock: Clock, strangers: Strangers) -> tuple[Peers, list[wire.Pool]]
         attach=attached.append,
         quarantine_s=QUARANTINE_S,
         broker=lambda stage, rank: f"/run/{stage}-{rank}.pool",
-        on_stranger=strangers,
+        on_unknown=strangers,
     )
     peers.hear(wire.Hello(wire.PROTOCOL_VERSION, ME, "ipc:///t", ("pool",)))
     return peers, attached
