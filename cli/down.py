@@ -15,9 +15,9 @@ import click
 from tensorferry.cli.config import load_deployment, set_option
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
-from tensorferry.pipeline.process.run_process import is_stopped, supervisor_of
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import CANCEL_S, DRAIN_ORDER, KILL_S
+from tensorferry.pipeline.process.tether import is_stopped, supervisor_of
 
 Group = list[tuple[str, int]]  #: stages and ranks
 

@@ -32,9 +32,9 @@ from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.deployment.load import resolved
 from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
 from tensorferry.pipeline.process.orphans import reaping
-from tensorferry.pipeline.process.run_process import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.stage import inboxes
+from tensorferry.pipeline.process.tether import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 from tensorferry.pipeline.recording import traffic
 
 log = structlog.get_logger()
