@@ -425,13 +425,11 @@ def test_a_message_torn_by_a_vanished_peer_does_not_swallow_the_next():
 @pytest.mark.parametrize("flood", ["messages", "garbage"])
 async def test_a_flooded_channel_leaves_others_their_turn(context, address, dropped, flood):
     inbox = Inbox(context, address, LIMITS, dropped.append)
-    outbox = Outbox(context, address, "self", high_water=0)
+    sender = open_socket(context, zmq.PUSH, high_water=0)
+    sender.connect(address)
     count = BATCH * 50
     for number in range(count):
-        if flood == "messages":
-            outbox.send_nowait(beat(number))
-        else:
-            outbox._link.send([b"\xc1"], "self")
+        sender.send_multipart(encode(beat(number)) if flood == "messages" else [b"\xc1"])
     turns = 0
 
     async def other() -> None:
@@ -441,7 +439,7 @@ async def test_a_flooded_channel_leaves_others_their_turn(context, address, drop
             await asyncio.sleep(0)
 
     async def last() -> None:
-        outbox.send_nowait(beat(count))
+        sender.send_multipart(encode(beat(count)))
         async for received in inbox:
             if received.message == beat(count):
                 return
@@ -452,7 +450,7 @@ async def test_a_flooded_channel_leaves_others_their_turn(context, address, drop
     assert turns >= 49
     assert len(dropped) == (count if flood == "garbage" else 0)
     inbox.close()
-    outbox.close()
+    sender.close()
 
 
 # --- clients --------------------------------------------------------------------------------------------

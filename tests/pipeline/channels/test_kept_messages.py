@@ -8,22 +8,23 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.stages.played_peers import PlayedPeers
 
 from tensorferry.codecs import messages as wire
+from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.channels.channels import Received
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.spec import Deployment
 from tensorferry.pipeline.process.start_stage import opened
 from tensorferry.pipeline.process.work import NoWork
 from tensorferry.stages.encoder.encoder import Encoder
-from tensorferry.stages.encoder.features import Features
-from tensorferry.stages.encoder.job_queue import Job, Jobs
-from tensorferry.stages.finished_requests import Tombstones
 from tensorferry.stages.tokenizer.tokenizer import Tokenizer
 
 EPOCH = 7
@@ -71,19 +72,26 @@ async def test_a_listening_client_keeps_no_message() -> None:
 
 
 async def test_an_encoder_that_waits_keeps_no_job() -> None:
-    encoder = object.__new__(Encoder)
-    counters = SimpleNamespace(count=lambda name: None)
-    encoder._stage, encoder._over = SimpleNamespace(device=None, epoch=EPOCH, counters=counters), Tombstones(60.0)  # type: ignore[assignment]
-    encoder._cache, encoder._begun, encoder._jobs = None, [], Jobs(0, 0.0, lambda job: 0)
-    frame = np.zeros(1)
-    kept = weakref.ref(frame)
-    long_over = wire.Encode(bytes(16), 0, EPOCH, ORIGIN, (), (), (), 0)
-    encoder._jobs.put_nowait(Job(long_over, Features(None, long_over, [frame])))  # type: ignore[arg-type]
-    del frame
-    encoding = asyncio.create_task(encoder.encode())
-    async with asyncio.timeout(10):
-        await encoder._jobs.join()
-        # Its loop went on to wait before this task could run again.
-    assert kept() is None
-    encoding.cancel()
-    await asyncio.wait([encoding])
+    owner, scheduler = wire.Origin("tokenizer", 0, 3), wire.Origin("scheduler", 0, 8)
+    async with AsyncExitStack() as undo:
+        stage = PlayedPeers("encoder", undo, owner, scheduler).stage
+        adapter: Any = None  # it has nothing to encode
+        threads = [undo.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
+        encoder = Encoder(stage, adapter, *threads)
+        frame = np.zeros((4, 3), np.uint8)
+        kept = weakref.ref(frame)
+        item = wire.Item("image", (1, 2, 2), 1, bytes(16), wire.Inline(0, CODES["uint8"], frame.shape))
+        me, to = (wire.Rank(0, stage.epoch),), (wire.Rank(0, scheduler.epoch),)
+        encoder.take(wire.Encode(bytes(16), 0, stage.epoch, owner, me, to, (item,), 0), [view_of(frame).data])
+        del frame
+        assert (encoder.in_flight(), kept() is None) == (1, False)
+        encoding = asyncio.create_task(encoder.encode())
+        async with asyncio.timeout(10):
+            while encoder.in_flight():  # noqa: ASYNC110  (done by the task)
+                await asyncio.sleep(0)
+            for _ in range(10):  # until its loop waits again
+                await asyncio.sleep(0)
+        assert kept() is None
+        assert stage.counters.value("jobs_late") == 1
+        encoding.cancel()
+        await asyncio.wait([encoding])
