@@ -51,6 +51,7 @@ _DEFAULT = "model: {{adapter: patch-vit}}"
 _REQUESTS, _DEFAULT_REQUESTS = 1024, 32  #: of a turn
 ARMS = {
     "off": "log_level: info",
+    "recording": "record: '{folder}/record.jsonl'",
     "metrics and recording": "prometheus_port: %(port)d, record: '{folder}/record.jsonl'",
     "metrics, recording and spans": "prometheus_port: %(port)d, record: '{folder}/record.jsonl', "
     "otlp_endpoint: 'http://127.0.0.1:%(sink)d'",
@@ -121,7 +122,7 @@ async def _measured(scale: Scale, keys: str, count: int, arms_of: Mapping[str, s
             deployment = undo.enter_context(running(folder, text))
             client = await undo.enter_async_context(Client.connect(deployment, timeout_s=START_S))
             runtime = Runtime.of(deployment)
-            ports = range(port, port + len(STAGES)) if name != "off" else ()
+            ports = range(port, port + len(STAGES)) if "prometheus_port" in telemetry else ()
             arms[name] = _Arm(client, [pid_of(runtime, stage) for stage in STAGES], ports)
             await _turn(arms[name], count)
         for _ in range(max(1, scale.rounds // 4)):

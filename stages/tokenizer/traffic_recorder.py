@@ -33,7 +33,8 @@ log = structlog.get_logger()
 MOST_WAITING = 256
 EVERY_S = 0.02  #: what came meanwhile is written together: waking the thread for each costs as much as writing it
 
-_Entry = tuple[int, wire.Submit, Sequence[Buffer], Prompt | None]
+#: When it came; and the request, or what it is made of later, off the event loop.
+_Entry = tuple[int, Request | tuple[wire.Submit, Sequence[Buffer], Prompt | None]]
 
 
 class Recorder:
@@ -72,8 +73,13 @@ class Recorder:
         """
         if len(self._waiting) >= MOST_WAITING:
             self._counters.count("requests_unrecorded")
-        else:
-            self._waiting.append((at_ns, submit, frames, prompt))
+        elif prompt is None or self._media is not None:
+            self._waiting.append((at_ns, (submit, frames, prompt)))
+        else:  # a message that is kept costs its successor fresh pages; the few numbers are at hand
+            try:
+                self._waiting.append((at_ns, self._request(submit, frames, prompt)))
+            except _NoWords:
+                self._counters.count("requests_unrecorded")
 
     def close(self) -> None:
         """Write what waits, and end."""
@@ -90,9 +96,10 @@ class Recorder:
     def _write(self) -> None:
         """What waits, to the file."""
         while self._waiting:
-            at_ns, submit, frames, prompt = self._waiting.popleft()
+            at_ns, entry = self._waiting.popleft()
             try:
-                self._put(line_of(self._request(submit, frames, prompt), at_ns))
+                request = entry if isinstance(entry, Request) else self._request(*entry)
+                self._put(line_of(request, at_ns))
             except _NoWords:
                 self._counters.count("requests_unrecorded")
             except (OSError, OutputError) as problem:
