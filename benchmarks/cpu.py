@@ -19,7 +19,8 @@ from tensorferry.codecs.messages import Result
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.deployment.spec import Deployment
-from tensorferry.pipeline.process.runtime_dir import Owner, Runtime
+from tensorferry.pipeline.process.lock_owner import Owner
+from tensorferry.pipeline.process.runtime_dir import Runtime
 
 STAGES = ("tokenizer", "encoder", "scheduler")
 START_S = 60.0

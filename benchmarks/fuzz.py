@@ -73,8 +73,8 @@ telemetry: {{log_level: warning, log_format: json, prometheus_port: PORT}}
 
 #: Counters of what gets past the schema and has no effect. The rest of that is answered, or changes nothing.
 COUNTED = (
-    "messages_of_strangers",
-    "mail_of_a_former_life",
+    "messages_unknown_peer",
+    "messages_stale_epoch",
     "reports_late",
     "cancels_late",
     "submits_repeated",

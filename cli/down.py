@@ -16,9 +16,9 @@ from tensorferry.cli.config import config_option, load_deployment, set_option
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
 from tensorferry.pipeline.process.child import KILL_S
-from tensorferry.pipeline.process.run_process import is_stopped, supervisor_of
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import CANCEL_S, DRAIN_ORDER
+from tensorferry.pipeline.process.tether import is_stopped, supervisor_of
 
 Group = list[tuple[str, int]]  #: (stage, rank) of each process
 

@@ -14,9 +14,10 @@ from tensorferry.cli.transport import load_to_run, settle
 from tensorferry.codecs.errors import ConfigError
 from tensorferry.pipeline.deployment.load import require_available
 from tensorferry.pipeline.deployment.spec import ranks_of
-from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
+from tensorferry.pipeline.process.run_process import Stop, run_process
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import DRAIN_ORDER, digest
+from tensorferry.pipeline.process.tether import Tether
 from tensorferry.pipeline.telemetry import logs
 
 

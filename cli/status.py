@@ -18,8 +18,9 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Member
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.spec import Deployment, ranks_of
-from tensorferry.pipeline.process.run_process import is_stopped
-from tensorferry.pipeline.process.runtime_dir import Owner, Runtime
+from tensorferry.pipeline.process.lock_owner import Owner
+from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.tether import is_stopped
 
 NOT_WELL = 3
 

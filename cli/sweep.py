@@ -22,7 +22,7 @@ from tensorferry.cli.outfile import OutFolder, make_place, overwrite_option, req
 from tensorferry.cli.output import console
 from tensorferry.cli.tracefile import opened, trace_argument
 from tensorferry.codecs.system.atomic_file import write_whole
-from tensorferry.pipeline.process.run_process import signal_when_parent_dies
+from tensorferry.pipeline.process.tether import signal_when_parent_dies
 from tensorferry.replay.results.comparison import compare, find_runs, grouped
 from tensorferry.replay.results.out_folder import filled, in_use
 from tensorferry.replay.results.result_folder import read_run

@@ -14,11 +14,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
+from tensorferry.codecs.errors import DeploymentError
+
 TCP = "tcp://"
 HOST_CHARACTERS = 253  #: of a name. Source: RFC 1035, section 2.3.4, without the lengths on the wire
+PATH_NBYTES = 107  #: of a UNIX socket's path. Source: unix(7), sun_path is 108 bytes with its final NUL
 _WILDCARD = "*"
 _NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*\.?")
 _PORTED = re.compile(r"(\[.*\]|[^:]*):[0-9*]*")
@@ -71,6 +75,41 @@ def host_and_port(address: str) -> tuple[str, int]:
     if host.startswith("[") == (":" not in host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError(f"{address!a} is not {TCP}HOST:PORT, an IPv6 address in brackets")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_address(address: str, *, bound: bool = False, curve: bool = False) -> str | None:
+    """The path of an ipc address; None for a TCP address. Raises DeploymentError, with the reason, for any other.
+
+    bound: the address is to listen at. curve: the socket has keys; without keys it may listen at loopback only.
+    An ipc address is guarded by the permissions of its folder. An abstract name (`ipc://@name`) has no folder, and
+    a relative path or a wildcard means something else to every process.
+    """
+    if address.startswith(TCP):
+        _check_tcp(address, bound, curve)
+        return None
+    path = address.removeprefix("ipc://")
+    if path == address:
+        raise DeploymentError(
+            f"{address}: refused: only ipc:// addresses in the runtime directory and tcp:// are served"
+        )
+    if not path.startswith("/") or "\0" in path:
+        raise DeploymentError(f"{address}: refused: an ipc address is the absolute path of a socket file")
+    if (nbytes := len(os.fsencode(path))) > PATH_NBYTES:
+        raise DeploymentError(f"{address}: refused: its path has {nbytes} bytes; a UNIX socket takes {PATH_NBYTES}")
+    return path
+
+
+def _check_tcp(address: str, bound: bool, curve: bool) -> None:
+    try:
+        host, _ = host_and_port(address)
+        if not bound:
+            reachable_host(host)
+            return
+        wide = not is_loopback(listening_host(host))
+    except ValueError as problem:
+        raise DeploymentError(f"{address}: refused: {problem}") from None
+    if wide and not curve:
+        raise DeploymentError(f"{address}: refused: it can be reached from other machines; set security.keys")
 
 
 def _numeric(given: str) -> Host | None:

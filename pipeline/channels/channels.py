@@ -1,18 +1,18 @@
-"""Messages between processes: ZeroMQ sockets that belong to one event loop.
+"""Channels between processes: ZeroMQ sockets that belong to one event loop.
 
-| channel     | socket                   | between                           | full: `PeerBusy`; and nobody there |
-|-------------|--------------------------|-----------------------------------|------------------------------------|
-| `Inbox`     | PULL, bound              | everybody -> this process         |                                    |
-| `Outbox`    | PUSH, connected          | this process -> one inbox         | queued, delivered when it comes    |
-| `FrontDoor` | ROUTER, bound, mandatory | one tokenizer <-> all its clients | `PeerGone`                         |
-| `Dealer`    | DEALER, connected        | one client <-> one tokenizer      | queued, delivered when it comes    |
+| channel     | socket                   | between                           | full: `PeerBusy`; no peer there yet     |
+|-------------|--------------------------|-----------------------------------|-----------------------------------------|
+| `Inbox`     | PULL, bound              | all peers -> this process         |                                         |
+| `Outbox`    | PUSH, connected          | this process -> one inbox         | queued, delivered when the peer has come|
+| `FrontDoor` | ROUTER, bound, mandatory | one tokenizer <-> all its clients | `PeerGone`                              |
+| `Dealer`    | DEALER, connected        | one client <-> one tokenizer      | queued, delivered when the peer has come|
 
-What bounds memory: a sender queues up to its `high_water`; a receiver takes all that comes, since with a mark of
-its own ZeroMQ loses messages (see `sockets.py`), so the limits on requests in flight must bound what peers send. A door
-on a network trusts nobody to keep to these, and has a mark: of a client that leaves the last words may be lost, and its
-requests then end for want of somebody who hears the answer.
-A queue is full, then, where a peer is stopped, dead or not there yet, or for the moment after a long burst.
-Addresses are ipc, or TCP: that of another interface than loopback with keys alone (`curve`). Make, use and close a
+What bounds memory: a sender queues up to its `high_water`. A receiver takes all messages that arrive, because ZeroMQ
+loses messages of a receiver with a high-water mark (see `zmq_link.open_socket`), so the limits on requests in flight
+must bound what peers send. A front door on a network cannot trust clients to keep these limits, so it has a mark: the
+last messages of a client that leaves may be lost, and its requests then end because the client is gone.
+A queue is full where a peer is stopped, dead or not there yet, or for a moment after a long burst.
+Addresses are ipc or TCP. A TCP address of an interface other than loopback needs keys (`curve`). Make, use and close a
 channel in its loop's thread, before its context ends.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Self
 
 import zmq
@@ -27,29 +28,28 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, PeerGone
 from tensorferry.codecs.frames import Buffer, Limits, encode
 from tensorferry.codecs.messages import Message
-from tensorferry.pipeline.channels.addresses import TCP
-from tensorferry.pipeline.channels.curve_keys import CurveClient, CurveServer
+from tensorferry.pipeline.channels.addresses import TCP, check_address
+from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, CurveClient, CurveServer, ServerKeys
+from tensorferry.pipeline.channels.intake import Intake
+from tensorferry.pipeline.channels.interface import HIGH_WATER, Denial, Door, Received, Sender
+from tensorferry.pipeline.channels.zap_gate import Gate
 from tensorferry.pipeline.channels.zmq_link import (
     HANDSHAKE_FAILURES,
     Context,
-    Denial,
-    Intake,
     Link,
-    Received,
-    check_address,
+    LinkChannel,
     denial,
     open_context,
     open_socket,
 )
 
-__all__ = ["Dealer", "FrontDoor", "Inbox", "Outbox", "Received", "check_address", "open_context"]
+__all__ = ["Dealer", "FrontDoor", "Inbox", "Outbox", "Received", "ZmqNetwork", "check_address", "open_context"]
 
-HIGH_WATER = 1000  #: messages that may wait for one peer, beside what the kernel holds
 UNREAD = 64  #: messages of one client on a network that are held before they are taken
 
 
-class Inbox:
-    """Where a process takes its messages: `async for received in inbox`."""
+class Inbox(Intake):
+    """Where a process takes its messages."""
 
     def __init__(
         self,
@@ -64,40 +64,32 @@ class Inbox:
         """Bind. Raises DeploymentError when the address is refused or taken.
 
         limits: a frame over them is not even read (its sender is disconnected); a message over them is dropped.
-        on_refused: called for each dropped message. curve: only who has a key that the context's `Gate` knows comes in.
-        on_denied: called on the running loop for each connection by TCP that failed before the gate was asked.
+        on_refused: called for each dropped message. curve: only a peer with a key that the context's `Gate` knows can
+        connect. on_denied: called on the running loop for each TCP connection that failed before the gate was asked.
         """
-        self.address, path = address, check_address(address, bound=True, curve=curve is not None)
-        self._link = Link(open_socket(context, zmq.PULL, limits=limits, curve=curve), address)
-        _tell_of_denials(self._link, on_denied)
-        self._link.bind(path)
-        self._intake = Intake(self._link, limits, on_refused)
-
-    def receive_nowait(self) -> Received | None:
-        """The next message; None: nothing is there (or a batch of refused messages was all there was)."""
-        return self._intake.receive_nowait()
-
-    async def receive(self) -> Received:
-        """The next message. Cancelled, it has taken none. Raises ChannelClosed."""
-        return await self._intake.receive()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Received:
-        return await self._intake.next()
-
-    def mend(self) -> bool:
-        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError."""
-        return self._link.mend()
-
-    def close(self) -> None:
-        """Unbind and close. What was not received is lost."""
-        self._link.close()
+        path = check_address(address, bound=True, curve=curve is not None)
+        link = Link(open_socket(context, zmq.PULL, limits=limits, curve=curve), address)
+        _report_denials(link, on_denied)
+        link.bind(path)
+        super().__init__(link, limits, on_refused)
 
 
-class Outbox:
-    """The way to one peer's inbox. Messages arrive in order, whether or not the peer is there yet."""
+class _LinkSender(LinkChannel, Sender):
+    """A `Sender` over a link."""
+
+    def __init__(self, link: Link, peer: str) -> None:
+        LinkChannel.__init__(self, link)
+        self.peer = peer
+
+    def send_nowait(self, message: Message, inline: Sequence[Buffer] = ()) -> None:
+        self._link.send(encode(message, inline), self.peer)
+
+    async def writable(self) -> None:
+        await self._link.wait(zmq.POLLOUT)
+
+
+class Outbox(_LinkSender):
+    """The way to one peer's inbox."""
 
     def __init__(
         self,
@@ -115,42 +107,15 @@ class Outbox:
         keys, for an inbox that has some.
         """
         check_address(address)
-        self.address, self.peer = address, peer
-        self._link = Link(open_socket(context, zmq.PUSH, high_water=high_water, curve=curve), address)
+        link = Link(open_socket(context, zmq.PUSH, high_water=high_water, curve=curve), address)
         if on_break is not None:
-            self._link.on_break(on_break)
-        self._link.connect()
-
-    def send_nowait(self, message: Message, inline: Sequence[Buffer] = ()) -> None:
-        """Queue a message, whole or not at all. Raises PeerBusy when the queue is full, ChannelClosed.
-
-        inline: contiguous buffers. Those of 64 KiB or more are not copied: they must not change until the peer
-        has them, so hand over what nobody writes to any more. ZeroMQ frees them when they are sent.
-        """
-        self._link.send(encode(message, inline), self.peer)
-
-    async def writable(self) -> None:
-        """Until the queue has room. Raises ChannelClosed."""
-        await self._link.wait(zmq.POLLOUT)
-
-    async def flush(self, deadline_s: float) -> bool:
-        """Close, and wait until what was queued is with the peer's kernel; False: not all of it within the deadline.
-
-        The last thing to do with a channel: ZeroMQ tells when a closed socket has let go, and of an open one nothing.
-        """
-        return await self._link.flush(deadline_s)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close. What is still queued is dropped, or sent behind our back for at most `linger_s`.
-
-        The context's end waits that long too. By default nothing lingers: an unsent proxy is worthless once
-        its pool is gone.
-        """
-        self._link.close(linger_s)
+            link.on_break(on_break)
+        link.connect()
+        super().__init__(link, peer)
 
 
-class FrontDoor:
-    """Where clients come in: `async for received in door`, and the way back to each by `received.peer`."""
+class FrontDoor(Intake, Door):
+    """Where clients connect to a tokenizer."""
 
     def __init__(
         self,
@@ -164,36 +129,18 @@ class FrontDoor:
         on_denied: Callable[[Denial], None] | None = None,
     ) -> None:
         """As an Inbox. high_water: messages that may wait here for each client."""
-        self.address, path = address, check_address(address, bound=True, curve=curve is not None)
+        path = check_address(address, bound=True, curve=curve is not None)
         unread = UNREAD if path is None else 0
         router = open_socket(
             context, zmq.ROUTER, high_water=high_water, receive_water=unread, limits=limits, curve=curve
         )
-        router.set(zmq.ROUTER_MANDATORY, 1)  # otherwise what cannot be delivered vanishes without a word
-        self._link = Link(router, address)
-        _tell_of_denials(self._link, on_denied)
-        self._link.bind(path)
-        self._intake = Intake(self._link, limits, on_refused, routed=True, named=curve is not None)
-
-    def receive_nowait(self) -> Received | None:
-        """As Inbox's."""
-        return self._intake.receive_nowait()
-
-    async def receive(self) -> Received:
-        """As Inbox's."""
-        return await self._intake.receive()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Received:
-        return await self._intake.next()
+        router.set(zmq.ROUTER_MANDATORY, 1)  # otherwise ZeroMQ drops what it cannot deliver, and reports nothing
+        link = Link(router, address)
+        _report_denials(link, on_denied)
+        link.bind(path)
+        super().__init__(link, limits, on_refused, routed=True, named=curve is not None)
 
     def send_nowait(self, peer: bytes, message: Message, inline: Sequence[Buffer] = ()) -> None:
-        """Queue a message for a client, as Outbox's. Raises PeerGone when it has left, PeerBusy, ChannelClosed.
-
-        A client that leaves while its message is being queued is noticed at the next one.
-        """
         name = f"client {peer.hex()}"
         try:
             self._link.send([peer, *encode(message, inline)], name)
@@ -202,21 +149,9 @@ class FrontDoor:
                 raise
             raise PeerGone(name, "has disconnected") from None
 
-    def mend(self) -> bool:
-        """Bind anew where the socket file has been removed; False: it is there. Raises OSError, ZMQError."""
-        return self._link.mend()
 
-    async def flush(self, deadline_s: float) -> bool:
-        """Close, as Outbox's, and wait for every client."""
-        return await self._link.flush(deadline_s)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Unbind and close, as Outbox's."""
-        self._link.close(linger_s)
-
-
-class Dealer:
-    """A client's way to one tokenizer, and back: `async for received in dealer`."""
+class Dealer(Intake, _LinkSender):
+    """A client's way to one tokenizer, and back."""
 
     def __init__(
         self,
@@ -233,52 +168,65 @@ class Dealer:
     ) -> None:
         """As an Outbox and an Inbox; the tokenizer need not be there yet.
 
-        on_denied: called on the running loop for each handshake over TCP that failed, by the gate's word too.
+        on_denied: called on the running loop for each TCP handshake that failed, also where the gate refused it.
         """
         check_address(address)
-        self.address, self.peer = address, peer
-        made = open_socket(context, zmq.DEALER, high_water=high_water, limits=limits, curve=curve)
-        self._link = Link(made, address)
+        link = Link(open_socket(context, zmq.DEALER, high_water=high_water, limits=limits, curve=curve), address)
         if on_break is not None:
-            self._link.on_break(on_break)
-        _tell_of_denials(self._link, on_denied, also=zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        self._link.connect()
-        self._intake = Intake(self._link, limits, on_refused)
+            link.on_break(on_break)
+        _report_denials(link, on_denied, also=zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        link.connect()
+        _LinkSender.__init__(self, link, peer)
+        Intake.__init__(self, link, limits, on_refused)
 
-    def receive_nowait(self) -> Received | None:
-        """As Inbox's."""
-        return self._intake.receive_nowait()
 
-    async def receive(self) -> Received:
-        """As Inbox's."""
-        return await self._intake.receive()
+class ZmqNetwork:
+    """The `Network` of a process: its context, with the deployment's keys if it has some. Leave its block last."""
 
-    def __aiter__(self) -> Self:
+    def __init__(self, keys: ServerKeys | None, inboxes_have_keys: bool, on_denied: Callable[[], None]) -> None:
+        """on_denied: called for each connection that the gate refuses."""
+        self._keys = keys
+        self._inbox_keys = keys if inboxes_have_keys else None
+        with ExitStack() as undo:
+            self.context = undo.enter_context(open_context())
+            if keys is not None:
+                undo.callback(Gate(self.context, keys, on_denied).close)
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Received:
-        return await self._intake.next()
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
 
-    def send_nowait(self, message: Message, inline: Sequence[Buffer] = ()) -> None:
-        """As Outbox's."""
-        self._link.send(encode(message, inline), self.peer)
+    def inbox(
+        self,
+        address: str,
+        limits: Limits,
+        on_refused: Callable[[BadMessage], None],
+        on_denied: Callable[[Denial], None],
+    ) -> Inbox:
+        curve = None if self._inbox_keys is None else self._inbox_keys.bound(INBOX)
+        return Inbox(self.context, address, limits, on_refused, curve=curve, on_denied=on_denied)
 
-    async def writable(self) -> None:
-        """As Outbox's."""
-        await self._link.wait(zmq.POLLOUT)
+    def outbox(self, address: str, peer: str, on_break: Callable[[], None]) -> Outbox:
+        curve = None if self._inbox_keys is None else self._inbox_keys.stage
+        return Outbox(self.context, address, peer, on_break=on_break, curve=curve)
 
-    async def flush(self, deadline_s: float) -> bool:
-        """As Outbox's."""
-        return await self._link.flush(deadline_s)
+    def front_door(
+        self,
+        address: str,
+        limits: Limits,
+        on_refused: Callable[[BadMessage], None],
+        on_denied: Callable[[Denial], None],
+    ) -> FrontDoor:
+        curve = None if self._keys is None else self._keys.bound(DOOR)
+        return FrontDoor(self.context, address, limits, on_refused, curve=curve, on_denied=on_denied)
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """As Outbox's."""
-        self._link.close(linger_s)
 
-
-def _tell_of_denials(link: Link, told: Callable[[Denial], None] | None, also: int = 0) -> None:
-    """Of sockets on a network. Whom the gate turns away it has counted itself, so that events of that kind are left out
-    but where asked for."""
-    if told is not None and link.address.startswith(TCP):
+def _report_denials(link: Link, on_denied: Callable[[Denial], None] | None, also: int = 0) -> None:
+    """Call `on_denied` for failed handshakes of a TCP socket. The gate counts its own refusals, so their events are
+    left out unless `also` names them."""
+    if on_denied is not None and link.address.startswith(TCP):
         events = HANDSHAKE_FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | also
-        link.on_events(events, lambda event, value: told(denial(event, value)))
+        link.on_events(events, lambda event, value: on_denied(denial(event, value)))

@@ -21,7 +21,7 @@ from tensorferry.codecs.frames import Limits
 from tensorferry.codecs.pool.pool import new_nonce
 from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.channels.curve_keys import client_keys
-from tensorferry.pipeline.channels.zmq_link import Denial
+from tensorferry.pipeline.channels.interface import Denial
 from tensorferry.pipeline.client.answer_stream import AnswerStream, Outcome
 from tensorferry.pipeline.client.door import Door, Presence, SignsOfLife, members_reported
 from tensorferry.pipeline.client.growing_answer import is_repeatable

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels.channels import Dealer
-from tensorferry.pipeline.channels.zmq_link import Denial
+from tensorferry.pipeline.channels.interface import Denial
 
 SILENT_GREETINGS = 3  #: unanswered, a tokenizer gets no request that another could take
 MOST_DENIALS = 3  #: handshakes in a row that it may interrupt before its keys count as different from ours

@@ -22,7 +22,7 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import FerryError, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline.channels.channels import Outbox
+from tensorferry.pipeline.channels.interface import Sender
 from tensorferry.pipeline.peers.peer import Peer
 
 log = structlog.get_logger()
@@ -43,19 +43,19 @@ class Peers:
         inbox: str,
         *,
         upstream: Mapping[Key, str],
-        connect: Callable[[str, str], Outbox],
+        connect: Callable[[str, str], Sender],
         attach: Callable[[wire.Pool], None],
         quarantine_s: float,
         capabilities: tuple[str, ...] = (),
         needs: str = "",
         on_mended: Callable[[Peer], None] = lambda peer: None,
         broker: Callable[[str, int], str] | None = None,
-        on_stranger: Callable[[], None] = lambda: None,
+        on_unknown: Callable[[], None] = lambda: None,
     ) -> None:
         """upstream: the inboxes of those who may send us work. connect: an outbox to (address, name). attach: starts
         to map an announced pool, then calls `attached`. needs: a capability without which no tokenizer is accepted: the
         front end may be somebody else's program. on_mended: a peer is heard after its connection broke, in the same
-        life. broker: where the pool of (stage, rank) is handed out; None: wherever it says. on_stranger: called for
+        life. broker: where the pool of (stage, rank) is handed out; None: wherever it says. on_unknown: called for
         each message that is dropped because of whom, or of what, it speaks."""
         self.origin = origin
         self._inbox = inbox
@@ -63,7 +63,7 @@ class Peers:
         self._connect, self._attach = connect, attach
         self._quarantine_s = quarantine_s
         self._capabilities, self._needs, self._on_mended = capabilities, needs, on_mended
-        self._broker, self._on_stranger = broker, on_stranger
+        self._broker, self._on_unknown = broker, on_unknown
         self._peers: dict[Key, Peer] = {}
         self._announcement: wire.Pool | None = None
         self._open = False  # we take work ourselves
@@ -256,7 +256,7 @@ class Peers:
         if not peer.life.broken:
             return
         peer.life.broken = False
-        log.info("connection_mended", peer=str(peer))
+        log.info("connection_restored", peer=str(peer))
         if not peer.downstream and self._open:
             self._say_ready(peer)
         for report in list(peer.life.reports):
@@ -305,7 +305,7 @@ class Peers:
             case _:
                 return False
         if not known:
-            self._on_stranger()
+            self._on_unknown()
         return True
 
     def _known(self, origin: wire.Origin) -> Peer | None:
@@ -399,7 +399,7 @@ def _log_change(peer: Peer, before: str) -> None:
     if peer.state == "quarantined" != before:
         log.warning("peer_quarantined", peer=str(peer), reason=peer.quarantine)
     elif before == "quarantined" != peer.state:
-        log.info("peer_heard_again", peer=str(peer), state=peer.state)
+        log.info("peer_recovered", peer=str(peer), state=peer.state)
 
 
 class HandshakeRefused(FerryError):

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tensorferry.codecs import messages as wire
-from tensorferry.pipeline.channels.channels import Outbox
+from tensorferry.pipeline.channels.interface import Sender
 
 #: Reports to a peer that are said again when its connection broke: more than a connection holds.
 REPORTS = 1024
@@ -49,7 +49,7 @@ class Peer:
 
     stage: str
     rank: int
-    outbox: Outbox
+    outbox: Sender
     downstream: bool  #: it takes our work, and we wait for it to be ready
     quarantine_s: float  #: silent for this long it gets no new work
     connection: int = 0  #: how often it broke: what was sent before the last time may never have come

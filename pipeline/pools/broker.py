@@ -35,7 +35,7 @@ from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.reader import Reader
 from tensorferry.codecs.system.descriptors import close_all
 from tensorferry.pipeline.channels.readable_fd import readable
-from tensorferry.pipeline.channels.zmq_link import is_file
+from tensorferry.pipeline.channels.socket_file import is_file
 from tensorferry.pipeline.pools.conversation_places import SILENT_S, Place, Places
 from tensorferry.pipeline.pools.fd_conversation import (
     REASON_LENGTH,

@@ -19,7 +19,7 @@ from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.backoff import backoff_s
 from tensorferry.pipeline.channels.readable_fd import readable
 from tensorferry.pipeline.deployment.spec import RestartsSpec
-from tensorferry.pipeline.process.run_process import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
+from tensorferry.pipeline.process.tether import LAST_WORDS_NBYTES, TETHER_VARIABLE, Tether
 
 log = structlog.get_logger()
 

@@ -36,12 +36,12 @@ def _mend(stage: Stage) -> None:
     later looks for us there. Raises FerryError, OSError, ZMQError."""
     origin = stage.origin
     if stage.runtime.keep(origin.stage, origin.rank, stage.locks):
-        log.warning("lock_file_made_again", directory=str(stage.runtime.directory))
+        log.warning("lock_file_recreated", directory=str(stage.runtime.directory))
     if stage.settings.mend():
-        log.warning("settings_file_made_again", directory=str(stage.runtime.directory))
+        log.warning("settings_file_recreated", directory=str(stage.runtime.directory))
     for mend in stage.mends:
         if mend():
-            log.warning("socket_file_made_again", directory=str(stage.runtime.directory))
+            log.warning("socket_file_recreated", directory=str(stage.runtime.directory))
 
 
 async def forget(stage: Stage) -> None:
@@ -56,7 +56,7 @@ async def forget(stage: Stage) -> None:
         for pool, at in seen_at.items():
             if now - at > stage.deployment.limits.request_timeout_s:
                 await asyncio.to_thread(stage.reader.detach, pool)
-                log.info("pool_forgotten", pool=pool)
+                log.info("pool_detached", pool=pool)
         await asyncio.sleep(min(UPKEEP_S, stage.deployment.timeouts.heartbeat_s))
 
 

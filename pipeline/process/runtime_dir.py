@@ -22,14 +22,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
-import socket
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -38,60 +34,20 @@ import structlog
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.channels.addresses import (
     TCP,
-    Host,
     host_and_port,
-    listening_host,
-    reachable_host,
     tcp_address,
 )
-from tensorferry.pipeline.channels.zmq_link import PATH_NBYTES, is_file
-from tensorferry.pipeline.deployment.spec import STAGES, Deployment, port_offset
+from tensorferry.pipeline.channels.socket_file import is_file
+from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.process.lock_owner import Owner, has_open, sign, this_process
 from tensorferry.pipeline.process.name_claim import Claimed, claimed
+from tensorferry.pipeline.process.runtime_path import check_ours, check_shared, folder_of
+from tensorferry.pipeline.process.socket_addresses import SocketAddresses
 
 log = structlog.get_logger()
 
 SOCKETS = (".in", ".door", ".pool")
 SETTINGS = ".settings"
-LONGEST_NAME_NBYTES = len("scheduler-65535.in")  #: of all socket names: `tokenizer-255.door` is as long
-HASH_NBYTES = 8  #: 16 hexadecimal digits
-PREFIX_NBYTES = 24  #: of the name, to be readable; fewer where room is short
-
-
-class Owner(msgspec.Struct, frozen=True):
-    """What a lock file says of its owner."""
-
-    pid: int
-    host: str
-    started_at: str  #: UTC, ISO 8601
-    config: str = ""  #: the deployment file, where known
-
-    def __str__(self) -> str:
-        config = f" with {self.config}" if self.config else ""
-        return f"process {self.pid} on {self.host}, since {self.started_at}{config}"
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """Where the sockets are that other machines may reach."""
-
-    listening: Host
-    reachable: str
-    door: int  #: the port of tokenizer 0's
-    inboxes: Mapping[str, int]  #: the port of each stage's rank 0; empty: they are in the folder
-
-    @classmethod
-    def of(cls, deployment: Deployment) -> Network | None:
-        """Raises DeploymentError for what `config.load` would have refused."""
-        network = deployment.network
-        if network.bind is None:
-            return None
-        try:
-            listening, reachable = listening_host(network.bind), reachable_host(network.advertise or network.bind)
-        except ValueError as problem:
-            raise DeploymentError(f"network: {problem}") from None
-        first = network.port + deployment.tokenizer.workers
-        inboxes = {stage: first + port_offset(deployment, stage, 0) for stage in STAGES}
-        return cls(listening, reachable, network.port, inboxes if network.inboxes == "tcp" else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,29 +56,15 @@ class Runtime:
 
     name: str
     directory: Path
-    network: Network | None = None
+    network: SocketAddresses | None = None
 
     @classmethod
     def of(cls, deployment: Deployment, environ: Mapping[str, str] = os.environ) -> Runtime:
         """The same for every process of a deployment, and its clients, under one user.
 
-        The base is `runtime_dir`; else $XDG_RUNTIME_DIR/tensorferry, or /run/user/<uid>/tensorferry where the
-        variable is not set, if that is a folder of ours with a path short enough; else /tmp/tensorferry-<uid>.
-        Raises DeploymentError when `runtime_dir` or `network` cannot be used.
+        See `folder_of`. Raises DeploymentError when `runtime_dir` or `network` cannot be used.
         """
-        if deployment.runtime_dir is not None:
-            base = Path(deployment.runtime_dir)
-            if not base.is_absolute():
-                raise DeploymentError(f"runtime_dir: {base} is not an absolute path")
-            if (nbytes := len(os.fsencode(base))) > _LONGEST_BASE_NBYTES:
-                raise DeploymentError(
-                    f"runtime_dir: {base} has {nbytes} bytes; at most {_LONGEST_BASE_NBYTES} leave room for the "
-                    f"names of sockets, whose paths have {PATH_NBYTES} at most. Choose a shorter folder."
-                )
-        else:
-            base = _default_base(environ)
-        folder = base / _folder_name(deployment.name, len(os.fsencode(base)))
-        return cls(deployment.name, folder, Network.of(deployment))
+        return cls(deployment.name, folder_of(deployment, environ), SocketAddresses.of(deployment))
 
     # --- addresses
 
@@ -174,12 +116,12 @@ class Runtime:
         try:
             for folder in reversed(base.parents):
                 folder.mkdir(0o755, exist_ok=True)
-            _check_shared(base.parent)
+            check_shared(base.parent)
             for folder, closed_to_others in ((base, 0o022), (self.directory, 0o077)):
                 try:
                     folder.mkdir(0o700)
                 except FileExistsError:
-                    _check_ours(folder, closed_to_others)
+                    check_ours(folder, closed_to_others)
         except OSError as problem:
             raise DeploymentError(f"cannot make the runtime directory {self.directory}: {problem}") from None
 
@@ -207,11 +149,11 @@ class Runtime:
             descriptor = held.enter_context(self._held(stage, rank))
             held.enter_context(self._owned(descriptor, stage, rank, config))
             return True
-        if self.owner(stage, rank) is None and _has_open(os.getpid(), path):
+        if self.owner(stage, rank) is None and has_open(os.getpid(), path):
             with suppress(OSError):  # the disk is full still
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    _sign(descriptor, _this_process(config))
+                    sign(descriptor, this_process(config))
                 finally:
                     os.close(descriptor)
         return False
@@ -252,7 +194,7 @@ class Runtime:
     def holders(self, stage: str, rank: int) -> list[int]:
         """The processes of ours that have the lock file open, and so most likely hold it."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        return [pid for pid in pids if pid != os.getpid() and _has_open(pid, self.lock(stage, rank))]
+        return [pid for pid in pids if pid != os.getpid() and has_open(pid, self.lock(stage, rank))]
 
     def pidfd(self, stage: str, rank: int) -> int | None:
         """A pidfd, the caller's to close, of whoever is this process now; None: nobody.
@@ -266,7 +208,7 @@ class Runtime:
             pidfd = os.pidfd_open(owner.pid)
         except OSError:
             return None
-        if _has_open(owner.pid, self.lock(stage, rank)):
+        if has_open(owner.pid, self.lock(stage, rank)):
             return pidfd
         os.close(pidfd)
         return None
@@ -305,9 +247,9 @@ class Runtime:
     @contextmanager
     def _owned(self, descriptor: int, stage: str, rank: int, config: str) -> Iterator[Owner]:
         """Say who the owner is, and remove what a former one has left, and in the end what this one has."""
-        owner = _this_process(config)
+        owner = this_process(config)
         try:
-            _sign(descriptor, owner)
+            sign(descriptor, owner)
         except OSError as problem:  # a full disk: the lock holds all the same, and `keep` signs it later
             log.warning("owner_not_written", lock=str(self.lock(stage, rank)), problem=problem.strerror)
         self._remove_left(stage, rank)
@@ -353,79 +295,3 @@ class Runtime:
                     path.unlink()
             except FileNotFoundError:
                 continue
-
-
-_LONGEST_BASE_NBYTES = PATH_NBYTES - LONGEST_NAME_NBYTES - 2 * HASH_NBYTES - len("//")
-
-
-def _default_base(environ: Mapping[str, str]) -> Path:
-    # A shell made by su, cron or a container lacks the variable, and must find the same deployment all the same.
-    xdg = Path(environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
-    fallback = Path(f"/tmp/tensorferry-{os.getuid()}")  # noqa: S108 - `prepare` checks whose it is
-    base = xdg / "tensorferry"
-    # XDG Base Directory Specification: relative paths are invalid. Under sudo it may be another user's.
-    if not xdg.is_absolute() or len(os.fsencode(base)) > _LONGEST_BASE_NBYTES or not _is_text(base):
-        return fallback
-    try:
-        found = xdg.stat()
-    except OSError:
-        return fallback
-    return base if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() else fallback
-
-
-def _this_process(config: str) -> Owner:
-    started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    said = os.fsencode(config).decode(errors="replace")  # a path may have any bytes
-    return Owner(os.getpid(), socket.gethostname(), started_at, said)
-
-
-def _sign(descriptor: int, owner: Owner) -> None:
-    """Raises OSError where the disk is full."""
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, msgspec.json.encode(owner), 0)
-
-
-def _has_open(pid: int, path: Path) -> bool:
-    """Whether a process of ours has a file open. Source: proc(5), /proc/pid/fd."""
-    with suppress(OSError):  # it has ended, or closes them just now
-        wanted = path.stat()
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                found = os.stat(f"/proc/{pid}/fd/{name}")
-                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-                    return True
-    return False
-
-
-def _is_text(path: Path) -> bool:
-    """Whether a path can be said in a message, which is UTF-8."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _folder_name(name: str, base_nbytes: int) -> str:
-    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=HASH_NBYTES).hexdigest()
-    room = min(PREFIX_NBYTES, _LONGEST_BASE_NBYTES - base_nbytes - len("-"))
-    prefix = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[: max(room, 0)]
-    return f"{prefix}-{digest}" if prefix else digest
-
-
-def _check_ours(folder: Path, closed_to_others: int) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise DeploymentError(f"{folder} is not a folder (nor may it be a symbolic link to one); set runtime_dir")
-    if found.st_uid != os.getuid():
-        raise DeploymentError(f"{folder} belongs to uid {found.st_uid}, not to {os.getuid()}; set runtime_dir")
-    if found.st_mode & closed_to_others:
-        mode = f"{stat.S_IMODE(found.st_mode):04o}"
-        raise DeploymentError(f"{folder} is open to others (mode {mode}); chmod 700 it, or set runtime_dir")
-
-
-def _check_shared(folder: Path) -> None:
-    """Nobody else may be able to rename what we make there."""
-    mode = folder.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise DeploymentError(f"{folder} can be written by anybody and has no sticky bit; set runtime_dir")

@@ -20,10 +20,9 @@ from tensorferry.codecs.memory.cuda_driver import lost_context
 from tensorferry.codecs.pool.pool import Pool, new_nonce
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
-from tensorferry.pipeline.channels.channels import FrontDoor, Inbox, Outbox, open_context
-from tensorferry.pipeline.channels.curve_keys import DOOR, INBOX, ServerKeys
-from tensorferry.pipeline.channels.zap_gate import Gate
-from tensorferry.pipeline.channels.zmq_link import Denial, Received
+from tensorferry.pipeline.channels.channels import ZmqNetwork
+from tensorferry.pipeline.channels.curve_keys import ServerKeys
+from tensorferry.pipeline.channels.interface import Denial, Door, Network, Received, Sender
 from tensorferry.pipeline.deployment.spec import Deployment, device_of, port_offset, ranks_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM, HandshakeRefused, Key, Peers
 from tensorferry.pipeline.peers.peer import Peer
@@ -57,8 +56,19 @@ class Stage:
     post: Post
     publisher: Publisher
 
-    def __init__(self, deployment: Deployment, stage: str, rank: int, lends: bool, undo: AsyncExitStack) -> None:
-        """All but the pool. lends: whether it will have one. undo: what closes it, in the block that it is for."""
+    def __init__(
+        self,
+        deployment: Deployment,
+        stage: str,
+        rank: int,
+        lends: bool,
+        undo: AsyncExitStack,
+        network: Network | None = None,
+    ) -> None:
+        """Make everything but the pool. lends: whether it will have one. undo: closes what is made here.
+
+        network: makes its channels; None: ZeroMQ sockets.
+        """
         self.deployment, self.origin = deployment, wire.Origin(stage, rank, new_nonce())
         self.runtime = Runtime.of(deployment)
         self.device = device_of(deployment, stage, rank)  #: the GPU it works on, wherever its pool is; None: none
@@ -74,12 +84,9 @@ class Stage:
         undo.callback(self.counters.close)
         if deployment.telemetry.prometheus_port is not None:
             self.counters.serve(deployment.telemetry.prometheus_port + port_offset(deployment, stage, rank))
-        self.context = undo.enter_context(open_context())
-        self.keys = None if deployment.security.keys is None else ServerKeys.read(deployment.security.keys)
-        if self.keys is not None:
-            gate = Gate(self.context, self.keys, lambda: self.counters.count("connections_denied"))
-            undo.callback(gate.close)
-        self.inbox = self._inbox()
+        self._network = undo.enter_context(self._sockets()) if network is None else network
+        inbox = self.runtime.listening(self.runtime.inbox(stage, rank))
+        self.inbox = self._network.inbox(inbox, self.limits, self.refused, self.denied)
         undo.callback(self.inbox.close)
         self.mends = [self.inbox.mend]  #: make socket files anew that were removed; True: it was
         cached = deployment.pool.handle_cache
@@ -89,15 +96,11 @@ class Stage:
         self.attaching = Attaching(self.reader, self.tasks)
         self.peers = self._peers(lends)
 
-    def _inbox(self) -> Inbox:
-        address = self.runtime.listening(self.runtime.inbox(self.origin.stage, self.origin.rank))
-        curve = None if self._wide is None else self._wide.bound(INBOX)
-        return Inbox(self.context, address, self.limits, self.refused, curve=curve, on_denied=self.denied)
-
-    @property
-    def _wide(self) -> ServerKeys | None:
-        """The keys of sockets between stages, where those are on a network."""
-        return self.keys if self.deployment.network.inboxes == "tcp" else None
+    def _sockets(self) -> ZmqNetwork:
+        deployment = self.deployment
+        keys = None if deployment.security.keys is None else ServerKeys.read(deployment.security.keys)
+        over_tcp = deployment.network.inboxes == "tcp"
+        return ZmqNetwork(keys, over_tcp, lambda: self.counters.count("connections_denied"))
 
     def _peers(self, lends: bool) -> Peers:
         transport, stage = self.deployment.transport, self.origin.stage
@@ -113,12 +116,11 @@ class Stage:
             needs=transport if transport in GPU_TRANSPORTS else "",
             on_mended=self.mended,
             broker=self.runtime.broker,
-            on_stranger=lambda: self.counters.count("messages_of_strangers"),
+            on_unknown=lambda: self.counters.count("messages_unknown_peer"),
         )
 
-    def _outbox(self, address: str, name: str) -> Outbox:
-        curve = None if self._wide is None else self._wide.stage
-        outbox = Outbox(self.context, address, name, on_break=lambda: self.peers.lost(name), curve=curve)
+    def _outbox(self, address: str, name: str) -> Sender:
+        outbox = self._network.outbox(address, name, lambda: self.peers.lost(name))
         self.channels.callback(outbox.close, LINGER_S)
         return outbox
 
@@ -173,7 +175,7 @@ class Stage:
         """Take a message of a peer, or count why not. What was sent to a former life of this process is dropped."""
         taken = isinstance(message, TAKEN[self.origin.stage])
         if taken and isinstance(message, OF_REQUESTS) and message.to != self.epoch:
-            self.counters.count("mail_of_a_former_life")
+            self.counters.count("messages_stale_epoch")
         elif not self.work.take(message, frames) and not self.hear(message):
             article = "an" if self.origin.stage == "encoder" else "a"
             self.refused(BadMessage(f"{article} {self.origin.stage} takes no {type(message).__name__}"))
@@ -184,7 +186,7 @@ class Stage:
             return True
         known = self.post.hear(message)
         if known is False:
-            self.counters.count("messages_of_strangers")
+            self.counters.count("messages_unknown_peer")
         return known is not None
 
     def refused(self, problem: BadMessage) -> None:
@@ -194,11 +196,10 @@ class Stage:
         if suppressed is not None:
             log.warning("message_refused", problem=str(problem), **({"suppressed": suppressed} if suppressed else {}))
 
-    def front_door(self) -> FrontDoor:
+    def front_door(self) -> Door:
         """Where clients come to this process, with the deployment's keys if it has some; closed with the channels."""
         address = self.runtime.listening(self.runtime.front_door(self.origin.rank))
-        curve = None if self.keys is None else self.keys.bound(DOOR)
-        door = FrontDoor(self.context, address, self.limits, self.refused, curve=curve, on_denied=self.denied)
+        door = self._network.front_door(address, self.limits, self.refused, self.denied)
         self.channels.callback(door.close, LINGER_S)
         self.mends.append(door.mend)
         return door

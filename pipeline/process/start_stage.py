@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import structlog
 
 from tensorferry.codecs.pool.publisher import Publisher
+from tensorferry.pipeline.channels.interface import Network
 from tensorferry.pipeline.deployment.spec import Deployment, mail_of
 from tensorferry.pipeline.peers.handshake import DOWNSTREAM
 from tensorferry.pipeline.pools.own_pool import PoolShare
@@ -20,17 +21,20 @@ FLUSH_S = 1.0  #: for a peer to take our last messages
 
 
 @asynccontextmanager
-async def opened(deployment: Deployment, stage: str, rank: int, share: PoolShare | None = None) -> AsyncIterator[Stage]:
-    """Everything a stage process needs, for the length of the block.
+async def opened(
+    deployment: Deployment, stage: str, rank: int, share: PoolShare | None = None, network: Network | None = None
+) -> AsyncIterator[Stage]:
+    """Open everything that a stage process needs, and close it with the block.
 
-    share: what the stage's pool may have, None for a stage that hands no tensors on. With `transport: cpu`
-    there is no pool all the same. The block is entered before peers are ready: see `Peers.wait_ready`.
+    share: the size of the stage's pool; None for a stage that hands no tensors on. With `transport: cpu` no stage has
+    a pool. network: makes the channels; None: ZeroMQ sockets. The block is entered before peers are ready: see
+    `Peers.wait_ready`.
     """
-    assert deployment.transport != "auto", "decided by whoever starts the deployment"
+    assert deployment.transport != "auto", "the command that starts the deployment decides it"
     if deployment.transport == "cpu":
         share = None
     async with AsyncExitStack() as undo:
-        self = Stage(deployment, stage, rank, share is not None, undo)
+        self = Stage(deployment, stage, rank, share is not None, undo, network)
         if share is None:
             self.lend(None, Publisher(None))
         else:

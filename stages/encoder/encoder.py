@@ -134,7 +134,7 @@ class Encoder:
         with ExitStack() as undo:
             undo.callback(job.close)
             if not self._stage.peers.knows(job.message.owner):
-                self._stage.counters.count("messages_of_strangers")
+                self._stage.counters.count("messages_unknown_peer")
             elif self._jobs.unfinished >= self._most_jobs:
                 self._replies.failed(job.message, PeerBusy(f"encoder-{self._stage.origin.rank}"))
             elif self._is_sound(job):

@@ -101,7 +101,7 @@ class Collector:
         """Collect embeddings: small ones now; large ones, and those that a GPU may still write, beside the loop."""
         payloads = [output.payload for item in message.items for output in item.outputs]
         if not self._stage.peers.knows(message.origin):
-            self._stage.counters.count("messages_of_strangers")
+            self._stage.counters.count("messages_unknown_peer")
             for payload in payloads:
                 with suppress(FerryError):  # most leases are over already
                     self._stage.reader.acknowledge(payload)

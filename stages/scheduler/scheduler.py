@@ -115,7 +115,7 @@ class Scheduler:
 
     def _admit(self, admit: wire.Admit) -> None:
         if not self._stage.peers.knows(admit.owner):
-            self._stage.counters.count("messages_of_strangers")
+            self._stage.counters.count("messages_unknown_peer")
         elif self._finished.is_finished(admit.request, admit.attempt):
             self._stage.counters.count("admits_late")
         else:

@@ -12,7 +12,7 @@ import structlog
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy, PeerGone
-from tensorferry.pipeline.channels.channels import FrontDoor
+from tensorferry.pipeline.channels.interface import Door
 from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
@@ -24,10 +24,8 @@ MOST_CLIENTS = 4096  #: that are told of changes; one that is forgotten says Hel
 class Clients:
     """Remembers clients that say Hello, until they say Drained or cannot be reached."""
 
-    def __init__(
-        self, door: FrontDoor, members: Callable[[], wire.Members], silent_s: float, counters: Counters
-    ) -> None:
-        """members: what clients are told. silent_s: a client without a Hello for so long is probed."""
+    def __init__(self, door: Door, members: Callable[[], wire.Members], silent_s: float, counters: Counters) -> None:
+        """members: what they are told. silent_s: after so long without a greeting it is seen whether one is there."""
         self._door, self._members, self._silent_s, self._counters = door, members, silent_s, counters
         self._owed: dict[bytes, deque[wire.Message]] = {}  # outcomes, by client
         self._known: dict[bytes, float] = {}  # when each was last known to be there, the longest ago first

@@ -90,7 +90,7 @@ class Replies:
     def _note_progress(self, request: Request, report: wire.Collected | wire.Done) -> None:
         rank = report.origin.rank
         if not request.is_attended_by(report.origin):
-            self._stage.counters.count("messages_of_strangers")
+            self._stage.counters.count("messages_unknown_peer")
         elif isinstance(report, wire.Collected):
             request.collecting.discard(rank)
         elif len(report.digests) not in (0, len(request.hashes)):
@@ -104,7 +104,7 @@ class Replies:
     def _relay(self, request: Request, delta: wire.Delta) -> None:
         """Send a stretch of the answer on to the client."""
         if request.relay is None or not request.is_attended_by(delta.origin):
-            self._stage.counters.count("messages_of_strangers")
+            self._stage.counters.count("messages_unknown_peer")
             return
         try:
             request.relay.take(delta)

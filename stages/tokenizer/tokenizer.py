@@ -14,7 +14,7 @@ import structlog
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage, BadRequest, PeerBusy, PeerGone
 from tensorferry.codecs.frames import Buffer
-from tensorferry.pipeline.channels.channels import FrontDoor
+from tensorferry.pipeline.channels.interface import Door
 from tensorferry.pipeline.deployment.spec import Deployment, tokenizer_pool_nbytes
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.pools.own_pool import PoolShare
@@ -95,7 +95,7 @@ class Tokenizer:
     def __init__(
         self,
         stage: Stage,
-        door: FrontDoor,
+        door: Door,
         threads: ThreadPoolExecutor,
         processor: Processor,
         planner: Planner,

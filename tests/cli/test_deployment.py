@@ -22,8 +22,8 @@ from tensorferry.cli.status import health
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.codecs.messages import Gauge, Member
 from tensorferry.pipeline.deployment.load import load
-from tensorferry.pipeline.process.run_process import is_stopped
 from tensorferry.pipeline.process.runtime_dir import Runtime
+from tensorferry.pipeline.process.tether import is_stopped
 
 DEADLINE_S = 60.0
 

@@ -10,7 +10,8 @@ import threading
 
 from tensorferry.codecs.errors import BadRequest, DeploymentError
 from tensorferry.pipeline.process import run_process as lifecycle
-from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
+from tensorferry.pipeline.process.run_process import Stop, run_process
+from tensorferry.pipeline.process.tether import Tether
 
 
 def say(what: object) -> None:

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.process.run_process import Stop, Tether, run_process
+from tensorferry.pipeline.process.run_process import Stop, run_process
+from tensorferry.pipeline.process.tether import Tether
 
 behaviour, stage, rank, journal = sys.argv[1:]
 name = f"{stage}-{rank}"

@@ -25,7 +25,7 @@ from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadMessage
 from tensorferry.codecs.frames import Limits, decode
 from tensorferry.codecs.tensors import View
-from tensorferry.pipeline.channels import zmq_link
+from tensorferry.pipeline.channels import intake
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.deployment.spec import STAGES, Deployment
@@ -264,7 +264,7 @@ async def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             heard.append((message, tuple(bytes(memoryview(frame)) for frame in frames)))
         return message, inline
 
-    monkeypatch.setattr(zmq_link, "decode", decode_and_keep)
+    monkeypatch.setattr(intake, "decode", decode_and_keep)
     async with inside(monkeypatch) as deployment:
         problems = [problem for _ in range(10) for problem in await deployment.ask()]
         keeping = False

@@ -2,7 +2,7 @@
 
 | row | the kind | shown by |
 |---|---|---|
-| B01 | memory grows under consumers of different speeds, or comes back only with new traffic | `test_b01_...` here, and in `test_publisher.py`; `test_broker.py`: the recycler |
+| B01 | memory grows under consumers of different speeds, or comes back only with new traffic | `test_b01_...` here, and in `test_publisher.py`; `test_recycler.py` |
 | B02 | bytes are shown before they are written, or lent again before they are read | `test_process_death.py` and its planted faults; `protocol/`: the two historical faults among its attacks; `test_pool.py`: `bytes_are_not_shown_before_they_are_written` |
 | B03 | the fallback of a full or fragmented pool loses or breaks something | `test_b03_...` here (seven images, one warning), and in `test_publisher.py` (too large, fragmented) |
 | B04 | some items inline, some not, and a rank without any | `test_b04_...` here |

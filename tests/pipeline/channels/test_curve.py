@@ -42,8 +42,8 @@ from tensorferry.pipeline.channels.curve_keys import (
     add_client,
     make_keys,
 )
+from tensorferry.pipeline.channels.interface import Denial
 from tensorferry.pipeline.channels.zap_gate import Gate
-from tensorferry.pipeline.channels.zmq_link import Denial
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.deployment.spec import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorferry.pipeline.channels.zmq_link import Denial
+from tensorferry.pipeline.channels.interface import Denial
 from tensorferry.pipeline.client.door import MOST_DENIALS, SILENT_GREETINGS, Presence, SignsOfLife
 
 HUNG_UP, REFUSED = Denial("it hung up", final=False), Denial("its key is another", final=True)

@@ -105,17 +105,17 @@ async def serving(work: Work, name: str = "encoder") -> AsyncIterator[Stage]:
         ("scheduler", (admit, embeddings, cancel)),
     ],
 )
-async def test_a7_mail_of_a_former_life_is_dropped_and_counted(name: str, made: Sequence[Any]) -> None:
+async def test_a7_messages_for_a_previous_epoch_are_dropped_and_counted(name: str, made: Sequence[Any]) -> None:
     """Also a report to an owner: its client has sent the request again, under the same id, so it is in flight here."""
     work = Noted()
     async with serving(work, name) as stage:
         for message in made:
             stage.take(message(stage.epoch ^ 1), [bytes(128)])
-        assert (work.taken, stage.counters.value("mail_of_a_former_life")) == ([], len(made))
+        assert (work.taken, stage.counters.value("messages_stale_epoch")) == ([], len(made))
         present = [message(stage.epoch) for message in made]
         for sent in present:
             stage.take(sent, [bytes(128)])
-        assert (work.taken, stage.counters.value("mail_of_a_former_life")) == (present, len(made))
+        assert (work.taken, stage.counters.value("messages_stale_epoch")) == (present, len(made))
 
 
 @pytest.mark.parametrize(("name", "article"), [("tokenizer", "a"), ("encoder", "an"), ("scheduler", "a")])
@@ -149,9 +149,9 @@ def owner_of(request: Request) -> tuple[Replies, list[str]]:
 @pytest.mark.parametrize(
     ("origin", "digests", "said"),
     [
-        (wire.Origin("scheduler", 0, BEFORE), (), "messages_of_strangers"),
-        (wire.Origin("scheduler", 1, NOW), (), "messages_of_strangers"),
-        (wire.Origin("encoder", 0, NOW), (), "messages_of_strangers"),
+        (wire.Origin("scheduler", 0, BEFORE), (), "messages_unknown_peer"),
+        (wire.Origin("scheduler", 1, NOW), (), "messages_unknown_peer"),
+        (wire.Origin("encoder", 0, NOW), (), "messages_unknown_peer"),
         (wire.Origin("scheduler", 0, NOW), (b"1", b"2", b"3"), "digests of 3 items; there are 2"),
     ],
     ids=["a former life", "another rank", "another stage", "more items than there are"],

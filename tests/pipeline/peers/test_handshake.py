@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.errors import AttachRefused, PeerGone
+from tensorferry.codecs.errors import PeerGone
 from tensorferry.pipeline.peers import handshake as module
 from tensorferry.pipeline.peers.handshake import Peers
-from tensorferry.pipeline.pools import attach as attaching_module
-from tensorferry.pipeline.pools.attach import Attaching
 from tensorferry.stages.tokenizer.request import Life
 
 ME = wire.Origin("tokenizer", 0, 1)
@@ -97,7 +93,7 @@ def test_c5_a_silent_peer_gets_nothing_new_until_it_is_heard(peers: Peers, clock
         beats(peers, clock, 1, 0, 1)
         assert usable(peers) == [0, 1]
     ours = [(log["event"], log["peer"]) for log in logs if log["peer"] == "encoder-1"]
-    assert ours == [("peer_quarantined", "encoder-1"), ("peer_heard_again", "encoder-1")]
+    assert ours == [("peer_quarantined", "encoder-1"), ("peer_recovered", "encoder-1")]
     assert next(log["reason"] for log in logs if log["peer"] == "encoder-1") == "is quarantined: not heard for 5.0 s"
 
 
@@ -285,7 +281,7 @@ def encoder(clock: Clock, strangers: Strangers) -> tuple[Peers, list[wire.Pool]]
         attach=attached.append,
         quarantine_s=QUARANTINE_S,
         broker=lambda stage, rank: f"/run/{stage}-{rank}.pool",
-        on_stranger=strangers,
+        on_unknown=strangers,
     )
     peers.hear(wire.Hello(wire.PROTOCOL_VERSION, ME, "ipc:///t", ("pool",)))
     return peers, attached
@@ -364,69 +360,6 @@ def test_whatever_is_of_a_life_that_is_not_known_is_counted(
 
 
 # --- pools and capabilities ---------------------------------------------------------------------------------------
-
-
-async def test_a_pool_that_is_announced_again_while_it_is_being_attached_is_attached_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A peer that is silent at first, such as one that imports torch, is greeted again, and then announces again."""
-    attached, answered, go_on = [], [], asyncio.Event()
-
-    async def attach(path: str, origin: wire.Origin, pool: int, reader: Any, *, timeout_s: float) -> None:
-        attached.append(pool)
-        await go_on.wait()
-
-    monkeypatch.setattr(attaching_module.broker, "attach", attach)
-    announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
-    peers: Any = SimpleNamespace(origin=ME, attached=lambda origin, refusal: answered.append(refusal))
-    reader: Any = SimpleNamespace(pools=frozenset())
-    async with asyncio.TaskGroup() as tasks:
-        attaching = Attaching(reader, tasks)
-        for _ in range(3):
-            attaching.begin(announcement, peers)
-            await asyncio.sleep(0)
-        go_on.set()
-    assert (attached, answered) == ([5], [""])
-
-
-async def test_a_pool_that_cannot_be_mapped_is_tried_again_and_each_reason_is_told_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A process out of memory or descriptors is sent inline what it cannot map, but not for the rest of its life."""
-    answered: list[str] = []
-    reasons = iter([AttachRefused("no memory"), AttachRefused("no memory"), OSError(24, "Too many open files"), None])
-
-    async def attach(path: str, origin: wire.Origin, pool: int, reader: Any, *, timeout_s: float) -> None:
-        if (reason := next(reasons)) is not None:
-            raise reason
-
-    monkeypatch.setattr(attaching_module.broker, "attach", attach)
-    monkeypatch.setattr(attaching_module, "AGAIN_S", 0.001)
-    announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
-    peers: Any = SimpleNamespace(
-        origin=ME, attached=lambda origin, refusal: answered.append(refusal), living=lambda epoch: True
-    )
-    reader: Any = SimpleNamespace(pools=frozenset())
-    async with asyncio.timeout(QUARANTINE_S), asyncio.TaskGroup() as tasks:
-        Attaching(reader, tasks).begin(announcement, peers)
-    assert answered == ["no memory", "it cannot be reached: Too many open files", ""]
-
-
-async def test_the_pool_of_one_that_has_died_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-
-    async def attach(path: str, origin: wire.Origin, pool: int, reader: Any, *, timeout_s: float) -> None:
-        tried.append(pool)
-        raise AttachRefused("no memory")
-
-    monkeypatch.setattr(attaching_module.broker, "attach", attach)
-    monkeypatch.setattr(attaching_module, "AGAIN_S", 0.001)
-    announcement = wire.Pool(wire.Origin("encoder", 0, 10), wire.PoolDescription(5, "host", 1 << 20, 8), "/broker")
-    peers: Any = SimpleNamespace(origin=ME, attached=lambda origin, refusal: None, living=lambda epoch: None)
-    reader: Any = SimpleNamespace(pools=frozenset())
-    async with asyncio.timeout(QUARANTINE_S), asyncio.TaskGroup() as tasks:
-        Attaching(reader, tasks).begin(announcement, peers)
-    assert tried == [5]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tensorferry.codecs.errors import DeploymentError
-from tensorferry.pipeline.process.run_process import TETHER_VARIABLE, Stop, Tether
+from tensorferry.pipeline.process.run_process import Stop
+from tensorferry.pipeline.process.tether import TETHER_VARIABLE, Tether
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "life.py"
 DEADLINE_S = 20.0
@@ -315,7 +316,7 @@ def test_without_a_supervisor_there_is_no_tether() -> None:
 
 def holding(tether: Tether) -> Sequence[str]:
     """A process that holds on to its tether and then looks at nothing any more."""
-    code = "import os, signal; from tensorferry.pipeline.process.run_process import Tether; "
+    code = "import os, signal; from tensorferry.pipeline.process.tether import Tether; "
     code += "Tether.taken_from(os.environ).hold(); print('held', flush=True); signal.pause()"
     return [sys.executable, "-c", code]
 

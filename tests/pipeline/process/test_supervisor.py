@@ -25,9 +25,9 @@ from structlog.testing import capture_logs
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.pipeline.deployment.spec import Deployment, EncoderSpec, RestartsSpec, TimeoutsSpec
 from tensorferry.pipeline.process import supervisor as module
-from tensorferry.pipeline.process.run_process import TETHER_VARIABLE
 from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor, digest, start_command
+from tensorferry.pipeline.process.tether import TETHER_VARIABLE
 
 PROGRAMS = Path(__file__).parents[2] / "programs"
 DEADLINE_S = 20.0
