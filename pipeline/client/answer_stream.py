@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
 import msgspec
@@ -20,8 +20,8 @@ class AnswerStream:
 
     `delta.token_ids` are int32, little endian; `delta.at_ns` says when the engine gave out each token, of the clock of
     its node; `delta.text` is what the stretch adds to the text. What comes while nobody reads travels as one delta. The
-    iteration ends with the answer, or raises AnswerFailed. Leaving the block, or `aclose`, before that cancels the
-    request.
+    iteration ends with the answer, or raises AnswerFailed. Leaving the loop or the block, or `aclose`, before that
+    cancels the request.
     """
 
     def __init__(self, cancel: Callable[[bytes], None]) -> None:
@@ -32,10 +32,16 @@ class AnswerStream:
         self._unread: list[wire.Delta] = []
         self._came = asyncio.Event()
 
-    def __aiter__(self) -> AnswerStream:
-        return self
+    async def __aiter__(self) -> AsyncIterator[wire.Delta]:
+        try:
+            while (delta := await self.next()) is not None:
+                yield delta
+        finally:  # a loop that is left drops this generator, which ends it here
+            await self.aclose()
 
-    async def __anext__(self) -> wire.Delta:
+    async def next(self) -> wire.Delta | None:
+        """What has come since the last call, and until something has; None: the answer is whole. Raises
+        AnswerFailed."""
         while not self._unread and self.outcome is None:
             self._came.clear()
             await self._came.wait()
@@ -45,7 +51,7 @@ class AnswerStream:
         if not isinstance(self.outcome, wire.Result):
             assert self.outcome is not None
             raise AnswerFailed(self.outcome)
-        raise StopAsyncIteration
+        return None
 
     async def __aenter__(self) -> AnswerStream:
         return self
@@ -78,7 +84,7 @@ class AnswerStream:
 
     def finish(self, outcome: Outcome) -> None:
         """The outcome came, with what of the answer did not come before. Raises StreamDiverged."""
-        if isinstance(outcome, wire.Result) and outcome.token_ids and self.outcome is None:
+        if isinstance(outcome, wire.Result) and (outcome.token_ids or outcome.text) and self.outcome is None:
             self._add_rest(outcome)
         self.outcome = outcome
         self._came.set()
@@ -101,7 +107,9 @@ class AnswerStream:
             result.logprobs if len(result.logprobs) == count else (),
         )
         new = self._answer.add(whole)
-        if new is not None and new.first >= first:
+        if new is None and (text := self._answer.take_text()):  # of tokens that have come
+            new = msgspec.structs.replace(whole, first=first, token_ids=b"", at_ns=(), text=text, logprobs=())
+        if new is not None:
             self._unread.append(new)
 
 

@@ -21,7 +21,7 @@ def is_repeatable(sampling: wire.Sampling | None) -> bool:
 
 @dataclass(slots=True)
 class GrowingAnswer:
-    """`add` what comes; `begin_attempt` when the request was sent again."""
+    """`add` what comes; `begin_attempt` when the request was sent again. A delta of the first token begins one too."""
 
     token_ids: bytearray = field(default_factory=bytearray)  #: int32, of all attempts
     text: str = ""
@@ -29,6 +29,16 @@ class GrowingAnswer:
     _seen: int = 0  #: tokens of the present attempt
     _seen_text: str = ""  #: of the present attempt, while it is shorter than `text`; afterwards empty
     _text_is_known: bool = True  #: whether the present attempt's text has come as far as `text`
+
+    @property
+    def seen(self) -> int:
+        """How many tokens of the present attempt have come."""
+        return self._seen
+
+    def take_text(self) -> str:
+        """Text that came without a new token, when no more tokens come."""
+        text, self._held = self._held, ""
+        return text
 
     def begin_attempt(self) -> None:
         self._seen, self._seen_text, self._text_is_known = 0, "", not self.text
@@ -41,6 +51,8 @@ class GrowingAnswer:
         count, known = len(delta.token_ids) // 4, len(self.token_ids) // 4
         if len(delta.token_ids) % 4 or len(delta.at_ns) != count or len(delta.logprobs) not in (0, count):
             raise StreamDiverged(delta.first, "its tokens, their times and their probabilities are not equally many")
+        if delta.first == 0:
+            self.begin_attempt()
         if delta.first != self._seen:
             raise StreamDiverged(delta.first, f"the token after {self._seen} was expected")
         self._seen += count

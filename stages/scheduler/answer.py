@@ -102,6 +102,11 @@ class Answer:
             self._told_texts = len(self.texts)
         return delta
 
+    def tell_again(self) -> None:
+        """The owner may have lost some of what it was told: it is told all from the start."""
+        self._told = self._told_texts = 0
+        self._before = (0, 0)
+
     def take_back(self) -> None:
         """The delta that came last was not sent."""
         self._told, self._told_texts = self._before

@@ -48,6 +48,10 @@ class EngineSide(Protocol):
         """Some attempts are finished, or given up: those are not worked on any longer."""
         ...
 
+    def tell_again(self, owner: int) -> None:
+        """The connection to an owner (its epoch) broke, and what was told of running answers may be lost."""
+        ...
+
     @property
     def busy_since(self) -> float | None:
         """Since when (monotonic) the engine has given no sign, while it has something to do."""

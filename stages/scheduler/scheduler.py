@@ -109,7 +109,8 @@ class Scheduler:
         return self._engine.gauges()
 
     def connection_mended(self, peer: Peer) -> None:
-        """Nothing: `Peers` sends its reports again."""
+        """Tell it again of the answers that run. `Peers` sends its reports again."""
+        self._engine.tell_again(peer.epoch)
 
     # --- from receive to reply
 

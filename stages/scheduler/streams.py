@@ -56,6 +56,7 @@ class Streams:
         self._engine, self._owners, self._watch, self._start = engine, owners, watch, start
         self._waiting: Waiting[CompleteRequest] = Waiting()
         self._running: dict[CompleteRequest, asyncio.Task[None]] = {}
+        self._tellers: dict[CompleteRequest, _Teller] = {}
         self._copying = 0
         self._tokens = 0  #: of the running ones
         self._progress_s: float | None = None  #: when the engine was seen to move
@@ -103,6 +104,11 @@ class Streams:
                 task.cancel()
         self._fill()
 
+    def tell_again(self, owner: int) -> None:
+        for one, teller in self._tellers.items():
+            if one.admit.owner.epoch == owner:
+                teller.tell_again()
+
     async def run(self) -> None:
         """Nothing: requests run when they are added, or when there is room for them."""
 
@@ -137,8 +143,10 @@ class Streams:
         """Until its answer is whole, its deadline has passed, or it is cancelled, which closes the engine's
         generator."""
         admit = one.admit
-        answer = Answer(len(admit.items), admit.output_tokens, admit.stream)
-        teller = _Teller(self._owners, admit, answer)
+        own = self._owners.origin.rank
+        tells = own == min((each.rank for each in admit.schedulers), default=own)  # one of the group does
+        answer = Answer(len(admit.items), admit.output_tokens, admit.stream and tells)
+        teller = self._tellers[one] = _Teller(self._owners, admit, answer)
         limit = asyncio.timeout_at(one.request.deadline_ns / 1e9)
         began_ns = time.monotonic_ns()
         try:
@@ -163,6 +171,7 @@ class Streams:
             else:
                 self._owners.failed(admit, problem)
         finally:
+            del self._tellers[one]
             teller.close()
 
 
@@ -183,6 +192,10 @@ class _Teller:
             self.flush()
         else:
             self._timer = loop.call_at(self._next_s, self.flush)
+
+    def tell_again(self) -> None:
+        self._answer.tell_again()
+        self.tell()
 
     def flush(self) -> None:
         """All that has come, as far as the owner's queue has room. `Done` has the whole answer, too."""

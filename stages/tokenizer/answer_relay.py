@@ -41,31 +41,38 @@ class AnswerRelay:
     def begin_attempt(self) -> None:
         self._answer.begin_attempt()
 
-    def take(self, delta: wire.Delta) -> None:
-        """Send on what is new. Raises StreamDiverged, and SlowClient for one that has taken nothing for MOST_HELD_S."""
+    def take(self, delta: wire.Delta) -> bool:
+        """Send on what is new. False: tokens before it are missing, as they were lost with a connection; it is dropped.
+
+        The scheduler rank then tells the answer again from its start. Raises StreamDiverged, and SlowClient for a
+        client that has taken nothing for MOST_HELD_S.
+        """
+        if delta.first > self._answer.seen:
+            return False
         new = self._answer.add(delta)
         if new is None:
-            return
+            return True
         new = msgspec.structs.replace(
             new, attempt=self._submit.attempt, to=0, origin=self._origin, text=self._text_of(new)
         )
         held, self._held = self._held, None
         whole = new if held is None else joined([held, new])
         if self._send(whole):
-            return
+            return True
         now_s = time.monotonic()
         if held is None:
             self._held_since_s = now_s
         self._held = whole
         if now_s - self._held_since_s > MOST_HELD_S:
             raise SlowClient(len(whole.token_ids) // 4, now_s - self._held_since_s)
+        return True
 
     def _text_of(self, new: wire.Delta) -> str:
         if self._engine_makes_text is None and new.text:
             self._engine_makes_text = True
         if self._engine_makes_text:
             return new.text
-        text = self._detokenizer.add(np.frombuffer(new.token_ids, "<i4").tolist())
+        text = self._detokenizer.add(np.frombuffer(new.token_ids, "<u4").tolist())
         if text:
             self._engine_makes_text = False
         return text

@@ -103,11 +103,12 @@ class Replies:
 
     def _relay(self, request: Request, delta: wire.Delta) -> None:
         """Send a stretch of the answer on to the client."""
-        if request.relay is None or not request.is_attended_by(delta.origin):
+        if request.relay is None or not request.is_told_by(delta.origin):
             self._stage.counters.count("messages_unknown_peer")
             return
         try:
-            request.relay.take(delta)
+            if not request.relay.take(delta):
+                self._stage.counters.count("deltas_early")
         except (StreamDiverged, SlowClient) as problem:
             request.broken = request.broken or problem
             request.news.set()
@@ -192,8 +193,9 @@ class Replies:
             self._spans.take(Ended.of(request.submit, request.context, model, outcome, request.marks, now_ns).spans)
 
 
-def result_of(request: Request, prompt: Prompt) -> wire.Result:
-    """The result of a request that all of its scheduler ranks have reported as done."""
+def result_of(request: Request, prompt: Prompt, text: TextEncoder) -> wire.Result:
+    """The result of a request that all of its scheduler ranks have reported as done. text: makes the answer text, where
+    the engine gives token ids alone."""
     first = request.reports[min(request.reports)]
     digests = first.digests or (b"",) * len(prompt.plans)
     items = tuple(
@@ -209,7 +211,7 @@ def result_of(request: Request, prompt: Prompt) -> wire.Result:
         items,
         (*before, *first.marks, wire.Mark("answered", time.monotonic_ns())),
         first.token_ids,
-        first.text,
+        first.text or text.decode(first.token_ids),
         first.finish,
         first.cached_tokens,
         first.logprobs,

@@ -93,6 +93,10 @@ class Request:
         lives = ((life.peer.stage, life.peer.rank, life.epoch) for life in self.schedulers)
         return (origin.stage, origin.rank, origin.epoch) in lives
 
+    def is_told_by(self, origin: wire.Origin) -> bool:
+        """Whether it is the scheduler rank that tells this request's answer as it comes: the first of its group."""
+        return self.is_attended_by(origin) and origin.rank == min(life.peer.rank for life in self.schedulers)
+
     def lost_schedulers(self, *, elsewhere: bool) -> list[Life]:
         """Scheduler ranks that have not reported and are lost. elsewhere: another group can take over from silent
         ranks."""

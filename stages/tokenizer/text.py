@@ -82,6 +82,12 @@ class TextEncoder:
         """The library's own, for decoding."""
         return self._tokenizer
 
+    def decode(self, ids: bytes) -> str:
+        """The text of an answer's token ids, int32, little endian. Special tokens, and ids that the vocabulary does
+        not have, add nothing; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(np.frombuffer(ids, "<u4").tolist(), skip_special_tokens=True)
+        return text
+
     def special_ids(self) -> Ids:
         """The ids below `size` that stand for no text, ascending. These are the ids of all added or special tokens
         (placeholders too), of tokens with the name of a control token, such as `</s>`, and of no token."""

@@ -105,6 +105,7 @@ class Tokenizer:
     ) -> None:
         self._stage, self._door, self._threads = stage, door, threads
         self._planner, self._recorder, self._spans = planner, recorder, spans
+        self._text = text
         self._watch = Watch("tokenizer.processor", stage.deployment.tokenizer.processor, stage.counters)
         self._limits = stage.deployment.limits
         self._rate = Rate(self._limits.client_requests_per_s)
@@ -220,7 +221,7 @@ class Tokenizer:
             async with asyncio.timeout(request.timeout_s):
                 prompt = await self._plan(request, frames)
                 await self._send_until_done(request, prompt)
-                reply.outcome = result_of(request, prompt)
+                reply.outcome = result_of(request, prompt, self._text)
 
     async def _plan(self, request: Request, frames: Sequence[Buffer]) -> Prompt:
         """Read the headers of its items, and add its tensors to the load. Raises RequestError, Overload."""
