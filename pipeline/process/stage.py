@@ -41,10 +41,12 @@ log = structlog.get_logger()
 TOLD = ("requests_ok", "requests_failed", "requests_busy")
 LINGER_S = 0.2  #: for a peer to take our last messages, where a process is cancelled
 #: Messages of a request, each for one life of its receiver.
-OF_REQUESTS = wire.Encode | wire.Admit | wire.Embeddings | wire.Cancel | wire.Collected | wire.Done | wire.Failed
+OF_REQUESTS = (
+    wire.Encode | wire.Admit | wire.Embeddings | wire.Cancel | wire.Collected | wire.Delta | wire.Done | wire.Failed
+)
 #: Which of them a stage takes from its peers; all others are refused, whoever they are for.
 TAKEN = {
-    "tokenizer": (wire.Collected, wire.Done, wire.Failed),
+    "tokenizer": (wire.Collected, wire.Delta, wire.Done, wire.Failed),
     "encoder": (wire.Encode, wire.Cancel),
     "scheduler": (wire.Admit, wire.Embeddings, wire.Cancel),
 }
@@ -262,7 +264,7 @@ class Stage:
         for name, value in numbers.items():
             self.counters.gauge(name, value)
         numbers |= {name: self.counters.value(name) for name in TOLD}
-        return tuple(wire.Gauge(name, value) for name, value in numbers.items())
+        return tuple(wire.Gauge(name, float(value)) for name, value in numbers.items())
 
 
 def inboxes(deployment: Deployment, runtime: Runtime, *stages: str) -> dict[Key, str]:

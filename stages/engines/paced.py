@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from hashlib import blake2b
@@ -29,8 +30,11 @@ class PacedOptions(Spec, frozen=True):
 
 
 def made_up(request: EngineRequest) -> bytes:
-    """The answer, one letter a token: a function of the prompt, the seed and nothing else."""
-    digest = blake2b(request.token_ids.tobytes() + repr(request.sampling.seed).encode()).digest()
+    """The answer, one letter a token: a function of the prompt and the seed. With a temperature and no seed it is
+    another one each time."""
+    chance = request.sampling.temperature > 0 and request.sampling.seed is None
+    salt = secrets.token_bytes(8) if chance else repr(request.sampling.seed).encode()
+    digest = blake2b(request.token_ids.tobytes() + salt).digest()
     letters = bytes(LETTERS[byte % len(LETTERS)] for byte in digest)
     return (letters * (request.output_tokens // len(letters) + 1))[: request.output_tokens]
 
@@ -51,9 +55,11 @@ class Paced:
         """Nothing to leave behind."""
 
     async def submit(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
-        """Raises BadRequest for a field of `sampling` other than seed, stop_ids and logprobs."""
+        """Raises BadRequest for a field of `sampling` other than temperature, seed, stop_ids and logprobs."""
         asked = request.sampling
-        known = Sampling(seed=asked.seed, stop_ids=asked.stop_ids, logprobs=asked.logprobs)
+        known = Sampling(
+            temperature=asked.temperature, seed=asked.seed, stop_ids=asked.stop_ids, logprobs=asked.logprobs
+        )
         if unknown := [name for name in Sampling.__struct_fields__ if getattr(asked, name) != getattr(known, name)]:
             raise BadRequest(
                 f"sampling.{unknown[0]} is {getattr(asked, unknown[0])!r}; the engine `paced` has no such choice"

@@ -16,7 +16,7 @@ import torch
 from tensorferry.codecs import frames
 from tensorferry.codecs.errors import BadTensor, UnsupportedDtype
 from tensorferry.codecs.frames import Buffer, Limits
-from tensorferry.codecs.messages import Embedding, Embeddings, Origin, Output, Payload
+from tensorferry.codecs.messages import Embedding, Embeddings, Origin, Payload, Tensor
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.pool.reader import Reader
@@ -83,7 +83,7 @@ class Ferry:
     @staticmethod
     def sent(payloads: list[Payload], inline: list[Buffer]) -> tuple[Embeddings, list[bytes]]:
         """What arrives of a message that carries them: bytes objects, as a socket would give."""
-        outputs = tuple(Output("pixels", payload) for payload in payloads)
+        outputs = tuple(Tensor("pixels", payload) for payload in payloads)
         message = Embeddings(bytes(16), 0, 1, Origin("encoder", 0, 1), (Embedding(0, 1, outputs),), ())
         wire = [bytes(memoryview(frame)) for frame in frames.encode(message, inline)]
         decoded, rest = frames.decode(wire, Limits())

@@ -25,7 +25,7 @@ from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.engines.base import EngineResult
 from tensorferry.stages.off_loop import run_to_end
 from tensorferry.stages.plugin import import_class
-from tensorferry.stages.scheduler.splice import Answer
+from tensorferry.stages.scheduler.answer import Answer
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 PATIENCE_S = 60.0
@@ -141,8 +141,9 @@ async def test_what_a_thread_raises_reaches_whoever_waits_for_it(problem: BaseEx
 
 
 def test_an_engine_s_whole_numbers_may_be_numpy_s() -> None:
-    assert Answer.of(EngineResult(np.int64(3), token_ids=np.arange(2)), 1) == (3, (), bytes(4) + b"\1\0\0\0")  # type: ignore[arg-type]
-    assert Answer.of(EngineResult(3, [b"1", b"2"]), 2).digests == (b"1", b"2")  # type: ignore[arg-type]
+    answer = Answer.whole(EngineResult(np.int64(3), token_ids=np.arange(2)), 1)  # type: ignore[arg-type]
+    assert (answer.count, answer.digests, bytes(answer.token_ids)) == (3, (), bytes(4) + b"\1\0\0\0")
+    assert Answer.whole(EngineResult(3, [b"1", b"2"]), 2).digests == (b"1", b"2")  # type: ignore[arg-type]
 
 
 def test_whatever_a_problem_says_can_travel() -> None:

@@ -153,7 +153,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
     def load(text: str, facts: Facts, *settings: str) -> tuple[Deployment, tuple[str, ...]]:
         monkeypatch.setattr(cli_transport, "gather", lambda environ, cuda: facts)
-        monkeypatch.setattr(cli_transport.counters, "configure", lambda spec, **bound: None)
+        monkeypatch.setattr(cli_transport.logs, "configure", lambda spec, **bound: None)
         file = tmp_path / "a.yaml"
         file.write_text(text)
         with capture_logs():

@@ -143,7 +143,7 @@ def owner_of(request: Request) -> tuple[Replies, list[str]]:
     )
     requests, unused = OwnedRequests(LimitsSpec()), cast(Any, None)
     requests.add(request, 0, 0)
-    return Replies(stage, unused, requests, unused), counted
+    return Replies(stage, unused, requests, unused, unused), counted
 
 
 @pytest.mark.parametrize(

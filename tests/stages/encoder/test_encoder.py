@@ -83,7 +83,7 @@ async def test_items_of_an_owner_that_nobody_has_met_are_dropped_and_what_they_l
         assert pool.statistics().lent_slots == 0
     await rank.serve()
     assert (rank.adapter.calls, rank.failures, rank.embeddings) == ([], {}, {})
-    assert rank.stage.counters.value("messages_of_strangers") == 1
+    assert rank.stage.counters.value("messages_unknown_peer") == 1
 
 
 async def test_no_more_jobs_wait_than_a_deployment_can_have(rank_of: Any) -> None:

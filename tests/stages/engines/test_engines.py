@@ -169,7 +169,7 @@ def test_every_built_in_engine_can_be_made() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("discord", "'discord'; give one of discard, hf-causal, or package.module:Class"),
+        ("discord", "'discord'; give one of discard, hf-causal, paced, or package.module:Class"),
         ("no_such_module:Engine", "ModuleNotFoundError"),
         ("tensorferry.stages.engines.base:EngineResult", "is not an engine: it has no method run"),
         ("tensorferry.stages.engines.base:Absent", "has no class Absent"),

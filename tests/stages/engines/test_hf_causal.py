@@ -32,7 +32,7 @@ from tensorferry.stages.adapters.registry import make_adapter
 from tensorferry.stages.engines import registry
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.processors.registry import make_processor
-from tensorferry.stages.scheduler.splice import Answer
+from tensorferry.stages.scheduler.answer import Answer
 from tensorferry.stages.tokenizer.text import Rows, TextEncoder
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'tensorferry[hf]'")
@@ -360,8 +360,8 @@ def test_without_transformers_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("token_ids", [(1 << 31,), ("a",), ((1, 2), (3, 4)), (0,) * ((1 << 20) + 1)])
 def test_token_ids_that_cannot_travel_are_an_error(token_ids: Any) -> None:
     with pytest.raises(ValueError, match="the engine answered with token ids"):
-        Answer.of(EngineResult(1, token_ids=token_ids), 0)
-    assert Answer.of(EngineResult(2, token_ids=(1, 65535)), 0).token_ids == b"\x01\0\0\0\xff\xff\0\0"
+        Answer.whole(EngineResult(1, token_ids=token_ids), 0)
+    assert Answer.whole(EngineResult(2, token_ids=(1, 65535)), 0).token_ids == b"\x01\0\0\0\xff\xff\0\0"
 
 
 # --- end to end -------------------------------------------------------------------------------------------

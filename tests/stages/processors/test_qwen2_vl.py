@@ -306,7 +306,7 @@ def test_hash_is_of_content_not_of_files():
     image.save(file, "TIFF")
     _, second, other = written(processor(), file.getvalue())
     assert one == other
-    assert len(one) == 16
+    assert len(one) == 32
     assert np.array_equal(first.data, second.data)
 
 
@@ -420,6 +420,6 @@ def test_whole_collection():
         assert values.shape == plan.shape, path.name
         assert values.min() >= -2, path.name
         assert values.max() <= 2.5, path.name
-        assert len(digest) == 16
+        assert len(digest) == 32
         seen += 1
     assert seen >= 20

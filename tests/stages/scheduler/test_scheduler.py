@@ -149,7 +149,7 @@ async def test_l3_what_a_stranger_lends_is_given_back_unread(rank_of: Callable[.
         pool.reclaim()
         assert pool.statistics().lent_slots == 0
         rank.reader.detach(pool.description.pool)
-    assert rank.counters.value("messages_of_strangers") == 1
+    assert rank.counters.value("messages_unknown_peer") == 1
 
 
 # --- tokens and embeddings that fit each other -------------------------------------------------------------------

@@ -136,8 +136,10 @@ async def running(**spec: Any) -> AsyncIterator[Worker]:
             threads = stage.channels.enter_context(ThreadPoolExecutor(2))
             spec_ = deployment.tokenizer
             processor = make_processor(spec_.processor, spec_.options, deployment.limits)
-            planner = Planner(processor, TextEncoder.from_file(None), deployment.limits)
-            tokenizer = Tokenizer(stage, stage.front_door(), threads, processor, planner, None, spans)  # type: ignore[arg-type]
+            text = TextEncoder.from_file(None)
+            planner = Planner(processor, text, deployment.limits)
+            door = stage.front_door()
+            tokenizer = Tokenizer(stage, door, threads, processor, planner, text, None, spans)  # type: ignore[arg-type]
             undo.enter_context(
                 stage.running(tokenizer.serve_clients(), stage.serve(tokenizer), tokenizer.watch_peers())
             )
