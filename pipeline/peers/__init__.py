@@ -1,1 +1,1 @@
-"""Who is there: the other processes of a deployment."""
+"""The other processes of a deployment, as one process knows them."""

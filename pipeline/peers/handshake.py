@@ -1,14 +1,13 @@
-"""Who is there: the handshake between processes, their heartbeats, and who may be sent work now.
+"""The handshake between processes, their heartbeats, and which peers may be sent work now.
 
-A process says Hello to everybody downstream of it, however early: ZeroMQ keeps the message until the peer has
-bound its inbox, so the order of starting does not matter. The answer, Welcome, tells the peer's epoch. Where
-the process has a pool it then announces it; the peer maps it and says Ready, or Ready with the reason why it
-cannot, and is sent its payloads inline.
+A process sends Hello to each downstream peer, however early: ZeroMQ keeps the message until the peer has bound its
+inbox, so processes start in any order. The answer, Welcome, has the peer's epoch. A process with a pool then announces
+it. The peer maps the pool and sends Ready. If it cannot map the pool, its Ready has the reason, and it is sent payloads
+inline.
 
-A peer whose connection breaks is taken for dead by those who give its work to others, and asked whether it is. A peer
-is *quarantined*, and gets no new work, while it is silent for too long, or for the rest of its life once it has
-acknowledged what it was never lent. What it has been given stays with it either way: only its death proves that it
-reads no more.
+When the connection to a peer breaks, its work is given to others, and it is sent Hello again. A peer is *quarantined*
+while it is silent for too long, and for the rest of its epoch once it has sent an acknowledgement never owed. It then
+gets no new work. Its leases stay valid either way: only its death proves that it reads no more.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ DOWNSTREAM = {"tokenizer": ("encoder", "scheduler"), "encoder": ("scheduler",), 
 
 
 class Peers:
-    """See the module. The stage feeds it every message that it does not handle itself."""
+    """See the module. The stage passes it each message that the stage does not handle itself."""
 
     def __init__(
         self,
@@ -52,11 +51,12 @@ class Peers:
         broker: Callable[[str, int], str] | None = None,
         on_unknown: Callable[[], None] = lambda: None,
     ) -> None:
-        """upstream: the inboxes of those who may send us work. connect: an outbox to (address, name). attach: starts
-        to map an announced pool, then calls `attached`. needs: a capability without which no tokenizer is accepted: the
-        front end may be somebody else's program. on_mended: a peer is heard after its connection broke, in the same
-        life. broker: where the pool of (stage, rank) is handed out; None: wherever it says. on_unknown: called for
-        each message that is dropped because of whom, or of what, it speaks."""
+        """upstream: the inboxes of the peers that may send us work. connect: makes an outbox to (address, name).
+        attach: starts to map an announced pool, and calls `attached` in the end. needs: a capability without which no
+        tokenizer is accepted, because the front end may be another program. on_mended: called when a peer is heard
+        after its connection broke, in the same epoch. broker: the path where the pool of (stage, rank) is handed out;
+        None: the path that its announcement has. on_unknown: called for each message that is dropped because its peer,
+        epoch or pool is unknown."""
         self.origin = origin
         self._inbox = inbox
         self._upstream = upstream
@@ -66,12 +66,12 @@ class Peers:
         self._broker, self._on_unknown = broker, on_unknown
         self._peers: dict[Key, Peer] = {}
         self._announcement: wire.Pool | None = None
-        self._open = False  # we take work ourselves
+        self._open = False  # this process takes work
         self._changed = asyncio.Event()
         self._beat_at = self._greeted_at = time.monotonic()
         self._last_states: dict[Key, str] = {}
 
-    # --- who
+    # --- peers
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -82,15 +82,15 @@ class Peers:
         return sorted(found, key=lambda peer: peer.rank)
 
     def get(self, stage: str, rank: int, epoch: int) -> Peer:
-        """This life of this peer. Raises PeerGone when it is another, or none."""
+        """The peer, if it has this epoch. Raises PeerGone if it has another, or none."""
         peer = self._peers.get((stage, rank))
         if peer is None or peer.epoch != epoch:
             raise PeerGone(f"{stage}-{rank}", "is not there in that life")
         return peer
 
     def taker(self, stage: str, rank: int, epoch: int) -> Peer:
-        """`get`, of one that is to take a lease. Raises PeerGone also when it is lost, or quarantined: it would
-        keep it."""
+        """The peer that `get` returns, for a lease. Raises PeerGone also if it is lost or quarantined: the lease would
+        not come back."""
         peer = self.get(stage, rank, epoch)
         if peer.gone:
             raise PeerGone(str(peer), "has died, or its connection broke")
@@ -99,15 +99,15 @@ class Peers:
         return peer
 
     def knows(self, origin: wire.Origin) -> bool:
-        """Whether it is of a life that has been met here, and that no other has followed."""
+        """Whether the peer of this origin has shaken hands, and has had no later epoch since."""
         return self._known(origin) is not None
 
     def living(self, epoch: int) -> Peer | None:
-        """Whose life this is, if it is not over."""
+        """The peer with this epoch, unless it is gone; None: there is none."""
         return next((peer for peer in self if peer.epoch == epoch and not peer.gone), None)
 
     def members(self) -> tuple[wire.Member, ...]:
-        """Everybody downstream, by stage and rank."""
+        """The downstream peers, by stage and rank."""
         return tuple(
             wire.Member(peer.stage, peer.rank, peer.epoch, peer.state, peer.life.gauges)
             for peer in sorted(self, key=lambda peer: (peer.stage, peer.rank))
@@ -119,19 +119,19 @@ class Peers:
         return all(peer.life.ready for peer in self if peer.downstream)
 
     async def wait_ready(self) -> None:
-        """Until everybody downstream has said Ready."""
+        """Wait until each downstream peer has sent Ready."""
         while not self.all_ready:
             await self.changed()
 
     async def changed(self) -> None:
-        """Until a peer's state changes."""
+        """Wait until a peer's state changes."""
         self._changed.clear()
         await self._changed.wait()
 
-    # --- what we say
+    # --- messages to peers
 
     def greet(self, inboxes: Mapping[Key, str]) -> None:
-        """Say Hello to these peers, downstream of us."""
+        """Send Hello to these downstream peers."""
         for (stage, rank), address in inboxes.items():
             peer = Peer(stage, rank, self._connect(address, f"{stage}-{rank}"), True, self._quarantine_s)
             self._peers[stage, rank] = peer
@@ -142,14 +142,14 @@ class Peers:
         self.send(peer, wire.Hello(wire.PROTOCOL_VERSION, self.origin, self._inbox, self._capabilities))
 
     def announce(self, announcement: wire.Pool) -> None:
-        """Our pool is there: tell everybody downstream, now and when they come."""
+        """Announce our pool to the downstream peers, to those that come later as well."""
         self._announcement = announcement
         for peer in self:
             if peer.downstream and peer.epoch:
                 self.send(peer, announcement)
 
     def open(self) -> None:
-        """We take work from now on: say Ready to whoever waits for it."""
+        """Take work from now on: send Ready to the peers that wait for it."""
         self._open = True
         for peer in self:
             if peer.life.wants:
@@ -166,12 +166,12 @@ class Peers:
         self._say_ready(peer)
 
     def admitted(self, origin: wire.Origin, column: int) -> None:
-        """A peer has mapped our pool; its acknowledgements are in `column`."""
+        """Note that a peer has mapped our pool; its acknowledgements are in `column`."""
         if (peer := self._known(origin)) is not None:
             peer.life.column = column
 
     def died(self, origin: wire.Origin) -> None:
-        """A peer's process is proven dead; its column is gone with it."""
+        """Note that a peer's process is proven dead; its column is free."""
         if (peer := self._known(origin)) is not None:
             peer.life.ready, peer.life.column, peer.life.dead = False, None, True
             if peer.life.leaving:
@@ -181,8 +181,8 @@ class Peers:
             self._touch()
 
     def lost(self, name: str) -> None:
-        """The connection to a peer broke: most likely it has died. No proof, so what it may read stays its own; but it
-        gets nothing new until it is heard again, and another life may take its place."""
+        """Note that the connection to a peer broke. Most likely the peer has died, but this is no proof, so its leases
+        stay valid. It gets no new work until it is heard again, and a new epoch may take its place."""
         peer = next((peer for peer in self if str(peer) == name), None)
         if peer is None or not peer.epoch:
             return
@@ -194,23 +194,23 @@ class Peers:
         peer.life.lost = LOST_BEATS
         (log.info if peer.life.leaving else log.warning)("peer_lost", peer=name)
         if peer.downstream:
-            self._greet(peer)  # whoever answers
+            self._greet(peer)  # this epoch answers, or the next one
         self._touch()
 
     def quarantined(self, origin: wire.Origin) -> None:
-        """A peer has acknowledged what it was never lent: it gets nothing more in this life."""
+        """Note that a peer has sent an acknowledgement never owed: it gets no more work in this epoch."""
         if (peer := self._known(origin)) is not None:
             peer.life.distrusted = True
             self._touch()
 
     def beat(self, in_flight: int, gauges: tuple[wire.Gauge, ...]) -> None:
-        """Tell everybody we know that we live, and notice who changed state. To be called again and again."""
+        """Send a heartbeat to each known peer, and notice changes of state. Call it periodically."""
         heartbeat = wire.Heartbeat(self.origin, in_flight, gauges)
         for peer in self:
-            if peer.epoch and not peer.gone:  # they would wait there for the next life
+            if peer.epoch and not peer.gone:  # it would wait there for the next epoch
                 self.send(peer, heartbeat)
         now = time.monotonic()
-        again = now - self._greeted_at > self._quarantine_s / 2  # one that has come again does not know us yet
+        again = now - self._greeted_at > self._quarantine_s / 2  # a restarted peer does not know us yet
         for peer in self:
             peer.was_silent(now - self._beat_at)
             if again and peer.downstream and peer.over:
@@ -229,7 +229,7 @@ class Peers:
                 self.send(peer, message)
 
     async def leave(self, deadline_s: float) -> None:
-        """Say Drained, and wait until all that was said is with the others, but not for whoever has left before us."""
+        """Send Drained, and wait until the peers' kernel has all messages. Peers that have left are skipped."""
         self.tell(wire.Drained(self.origin))
         there = [peer for peer in self if peer.epoch and not peer.life.left]
         for peer in self:
@@ -238,7 +238,7 @@ class Peers:
         await asyncio.gather(*(peer.outbox.flush(deadline_s) for peer in there))
 
     def send(self, peer: Peer, message: wire.Message, inline: Iterable[Buffer] = ()) -> bool:
-        """Send what can be lost without harm; a peer that does not keep up is counted by its outbox."""
+        """Send a message that can be lost without harm; False: the peer's queue is full."""
         try:
             peer.outbox.send_nowait(message, list(inline))
         except PeerBusy as busy:
@@ -247,12 +247,12 @@ class Peers:
         return True
 
     def report(self, peer: Peer, message: wire.Message) -> None:
-        """`send` what a peer waits for, and again should the connection break: it may be lost with that."""
+        """Send a message that a peer waits for, and send it again if the connection breaks: it may have been lost."""
         peer.life.reports.append(message)
         self.send(peer, message)
 
     def _mended(self, peer: Peer) -> None:
-        """A peer is heard. If its connection broke it gets anew what may be lost; hearing it twice does no harm."""
+        """Note that a peer is heard. If its connection broke, send its reports again: repeating does no harm."""
         if not peer.life.broken:
             return
         peer.life.broken = False
@@ -263,12 +263,12 @@ class Peers:
             self.send(peer, report)
         self._on_mended(peer)
 
-    # --- what we hear
+    # --- messages from peers
 
     def hear(self, message: wire.Message) -> bool:
         """Take a message of the handshake; False: it is not one.
 
-        Whatever it says, it is not believed of a life that is not known here, nor against what that life has said.
+        A message of an unknown epoch is dropped, and so is one that contradicts an earlier message of its epoch.
         """
         match message:
             case wire.Hello():
@@ -280,7 +280,7 @@ class Peers:
             case wire.Ready(origin=origin, to=to):
                 peer = self._known(origin) if to == self.origin.epoch else None
                 if peer is not None and message.refusal and peer.life.ready and peer.column is not None:
-                    peer = None  # it reads our pool, and has said so
+                    peer = None  # it reads our pool, as it has confirmed
                 if peer is not None:
                     peer.life.ready = True
                     if message.refusal:
@@ -309,12 +309,12 @@ class Peers:
         return True
 
     def _known(self, origin: wire.Origin) -> Peer | None:
-        """The peer whose life this is, None: nobody's."""
+        """The peer with this origin; None: there is none."""
         peer = self._peers.get((origin.stage, origin.rank))
         return peer if peer is not None and peer.epoch == origin.epoch else None
 
     def _greeted(self, hello: wire.Hello) -> bool:
-        """Take a Hello; False: it is nobody's."""
+        """Take a Hello; False: it is not from an expected peer."""
         origin = hello.origin
         if self._upstream.get((origin.stage, origin.rank)) != hello.inbox:
             log.warning("hello_refused", stage=origin.stage, rank=origin.rank, inbox=hello.inbox)
@@ -335,7 +335,7 @@ class Peers:
             )
         if not peer.over and (refusal or peer.epoch != origin.epoch):
             log.warning("hello_refused", peer=str(peer), epoch=origin.epoch, reason="the life that is known goes on")
-            return False  # a real one asks again
+            return False  # a real peer asks again
         if refusal:
             log.warning("hello_refused", peer=str(peer), reason=refusal)
         else:
@@ -352,14 +352,15 @@ class Peers:
         return True
 
     def _welcomed(self, welcome: wire.Welcome) -> bool:
-        """Take a Welcome; False: it is nobody's. Raises HandshakeRefused, at a first meeting."""
+        """Take a Welcome; False: it is not from an expected peer. Raises HandshakeRefused if the first Welcome of a
+        peer is a refusal."""
         origin = welcome.origin
         peer = self._peers.get((origin.stage, origin.rank))
         if peer is None or not peer.downstream or welcome.to != self.origin.epoch:
             return False
         if welcome.refusal and not peer.epoch:
             raise HandshakeRefused(str(peer), welcome.refusal)
-        if welcome.refusal or not peer.meet(origin.epoch):  # having been accepted, a process is not ended by a message
+        if welcome.refusal or not peer.meet(origin.epoch):  # a process that was accepted is not ended by a message
             reason = welcome.refusal or "the life that is known goes on"
             log.warning("welcome_refused", peer=str(peer), epoch=origin.epoch, reason=reason)
             return False
@@ -370,7 +371,7 @@ class Peers:
         return True
 
     def _announced(self, message: wire.Pool) -> bool:
-        """Take the announcement of a pool, of which each life has one; False: it is nobody's."""
+        """Take the announcement of a pool, of which each epoch has one; False: it is not from an expected peer."""
         origin, pool = message.origin, message.description.pool
         peer = self._known(origin)
         if peer is None or peer.downstream or peer.life.pool not in (None, pool):

@@ -1,4 +1,4 @@
-"""Another process, as far as this one knows it, and whether it may be sent work."""
+"""A peer: what this process knows of another one, and whether it may be sent work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tensorferry.codecs import messages as wire
 from tensorferry.pipeline.channels.interface import Sender
 
-#: Reports to a peer that are said again when its connection broke: more than a connection holds.
+#: Reports to a peer that are sent again after its connection broke: more than a connection holds.
 REPORTS = 1024
 
 
@@ -23,29 +23,29 @@ class PeerLife:
     ready: bool = False
     wants: bool = False  #: it waits for our Ready
     leaving: bool = False
-    drained: bool = False  #: that was its last word
-    dead: bool = False  #: its process is proven to be
+    drained: bool = False  #: it has sent its last message
+    dead: bool = False  #: its process is proven dead
     broken: bool = False  #: its connection broke, and it was not heard since
     lost: int = 0  #: the connection broke, and so many heartbeats must come before we believe that it lives
-    distrusted: bool = False  #: it has acknowledged what it was never lent
+    distrusted: bool = False  #: it has sent an acknowledgement never owed
     silent_s: float = 0.0  #: since it was heard, as far as we listened
     gauges: tuple[wire.Gauge, ...] = ()
     reports: deque[wire.Message] = field(default_factory=lambda: deque(maxlen=REPORTS))  #: the last that it was sent
 
     @property
     def gone(self) -> bool:
-        """Whether it is dead, as far as anybody can tell who does not have to prove it: its work is given to others."""
+        """Whether its work is given to others: it is dead, or most likely so."""
         return self.dead or self.lost > 0
 
     @property
     def left(self) -> bool:
-        """Whether it needs nothing any more: its process is proven to have ended, or has said its last word."""
+        """Whether it needs no more messages: its process is proven dead, or has sent Drained."""
         return self.dead or self.drained
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A rank of a stage, whichever process has it now. `str()` of it is its name."""
+    """A rank of a stage, of any epoch. `str()` of it is its name."""
 
     stage: str
     rank: int
@@ -102,9 +102,9 @@ class Peer:
         return not self.life.epoch or self.life.leaving or self.life.gone or self.is_silent
 
     def meet(self, epoch: int) -> bool:
-        """This is its life now; False: it is not, the one we know goes on.
+        """Begin this epoch; False: the known epoch goes on.
 
-        A new life begins with nothing of the one before: what is booked in a former life's column, nobody would owe.
+        A new epoch begins with nothing of the previous one, not even its column: nobody would acknowledge its leases.
         """
         if self.life.epoch == epoch:
             self.life.lost = 0  # it answers
@@ -115,9 +115,9 @@ class Peer:
         return True
 
     def was_silent(self, for_s: float) -> None:
-        """Count silence, but not while we did not listen ourselves.
+        """Count silence since the last call, at most half a quarantine.
 
-        Of a long time since the last look (we were stopped, or our loop was blocked) half a quarantine is counted: mail
-        has come meanwhile that we have not read yet. So nobody is quarantined at once, and the silent are in the end.
+        The time since the last call is long when this process was stopped, or its loop was blocked. Messages may have
+        come meanwhile that are not read yet, so no peer is quarantined at once. A silent one is in the end.
         """
         self.life.silent_s += min(for_s, self.quarantine_s / 2)

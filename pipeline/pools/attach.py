@@ -1,4 +1,4 @@
-"""Peers' pools, as they are mapped here: beside everything else, and again where they could not be."""
+"""Maps peers' pools beside everything else, and tries again where that failed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ AGAIN_S, LONGEST_AGAIN_S = 1.0, 60.0  #: until a next try of one that could not 
 
 
 class Attaching:
-    """See the module. What cannot be mapped now may be later, when there is memory again or a descriptor; the peer
-    sends inline meanwhile."""
+    """See the module. A pool that cannot be mapped now may be mapped later, when memory or a descriptor is free again;
+    the peer sends inline meanwhile."""
 
     def __init__(self, reader: Reader, tasks: asyncio.TaskGroup) -> None:
         self._reader, self._tasks = reader, tasks
         self._under_way: dict[int, asyncio.Task[None]] = {}  # by pool
 
     def begin(self, announcement: wire.Pool, peers: Peers) -> None:
-        """Map an announced pool, unless that is under way: `peers` are told when it is, and of each reason why not."""
+        """Map an announced pool, unless that is under way. `peers.attached` gets the result, and each new reason."""
         pool = announcement.description.pool
         if pool not in self._under_way:  # else it was announced again, and is answered when that is done
             self._under_way[pool] = self._tasks.create_task(self._attach(announcement, peers), name="attach")
@@ -51,7 +51,7 @@ class Attaching:
                 return
 
     async def _refusal(self, announcement: wire.Pool, origin: wire.Origin) -> str:
-        """Map a pool; why that cannot be done, empty: it has been."""
+        """Map a pool. Returns the reason why that failed; empty: the pool is mapped."""
         pool = announcement.description.pool
         if pool in self._reader.pools:  # it was announced again
             return ""

@@ -1,8 +1,8 @@
-"""Carries what pools and their consumers say to each other by message: where they share no pages, and when a connection
-between them broke.
+"""Sends the messages between pools and their consumers: where they share no pages, and after a connection between them
+broke.
 
-What is said, when, and how often is decided in `codecs/pool/elastic/mail.py`; here it is brought to the peer that it
-is for. A letter that cannot be sent is as good as lost: it comes again.
+`codecs/pool/elastic/mail.py` decides what is sent, when, and how often. This module sends it to the right peer. A
+letter that cannot be sent counts as lost: it is repeated.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tensorferry.codecs.pool.reader import Reader
 from tensorferry.pipeline.peers.handshake import Peers
 from tensorferry.pipeline.peers.peer import Peer
 
-#: Between two looks, with work in hand and without: a word that a GPU stores calls nobody.
+#: Between two looks, with requests in flight and without: nothing signals a word that a GPU stores.
 LOOK_S, IDLE_LOOK_S = 0.001, 0.01
 
 
 class Post:
-    """Of one process: its pool's, if it has one, and that of the pools it reads."""
+    """The messages of one process: about its own pool, if it has one, and about the pools that it reads."""
 
     def __init__(self, pool: Pool | None, reader: Reader, peers: Peers) -> None:
         self._pool, self._reader, self._peers = pool, reader, peers
@@ -48,7 +48,7 @@ class Post:
         return None
 
     def withdraw(self, peer: Peer) -> None:
-        """Have a peer that lives give back what it was lent: its connection broke, so it may never hear of it."""
+        """Ask a living peer to give its leases back: its connection broke, so it may never have received them."""
         if self._pool is not None and peer.column is not None:
             leases = self._pool.outstanding(peer.column)
             for start in range(0, len(leases), wire.MOST_TOLD):
@@ -56,13 +56,13 @@ class Post:
                 self._peers.send(peer, wire.Withdrawn(self._pool.description.pool, peer.epoch, named))
 
     async def carry(self, is_busy: Callable[[], bool]) -> None:
-        """Send what is to be said, for ever."""
+        """Send the letters that are due, for ever."""
         while True:
             self.send()
             await asyncio.sleep(LOOK_S if is_busy() else IDLE_LOOK_S)
 
     def send(self) -> None:
-        """Send what is to be said now."""
+        """Send the letters that are due now."""
         letters = self._reader.letters()
         if self._pool is not None:
             letters += self._pool.letters()

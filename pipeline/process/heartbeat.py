@@ -1,4 +1,4 @@
-"""What a stage process does now and then, whatever its stage: heartbeats, and letting go of what nobody needs."""
+"""The periodic work of each stage process: heartbeats, and unmapping pools that nobody needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPKEEP_S = 1.0  #: between two looks at what peers' elastic pools have retired, 
 
 
 async def beat(stage: Stage) -> None:
-    """Say that this process lives, and see that whoever is started later can find it."""
+    """Send heartbeats, and restore the files by which later processes find this one."""
     well = True
     while True:
         stage.peers.beat(stage.work.in_flight(), stage.gauges())
@@ -26,14 +26,14 @@ async def beat(stage: Stage) -> None:
             well = True
         except (FerryError, OSError, zmq.ZMQError) as problem:
             if well:
-                log.error("runtime_directory_lost", problem=str(problem), remedy="nobody new can connect meanwhile")
+                log.error("runtime_directory_lost", problem=str(problem), remedy="no new process can connect meanwhile")
             well = False
         await asyncio.sleep(stage.deployment.timeouts.heartbeat_s)
 
 
 def _mend(stage: Stage) -> None:
-    """Make anew what somebody has removed from the runtime directory, such as a cleaner of /tmp: whoever is started
-    later looks for us there. Raises FerryError, OSError, ZMQError."""
+    """Make the files again that were removed from the runtime directory, such as by a cleaner of /tmp: processes that
+    start later look for us there. Raises FerryError, OSError, ZMQError."""
     origin = stage.origin
     if stage.runtime.keep(origin.stage, origin.rank, stage.locks):
         log.warning("lock_file_recreated", directory=str(stage.runtime.directory))
@@ -45,8 +45,8 @@ def _mend(stage: Stage) -> None:
 
 
 async def forget(stage: Stage) -> None:
-    """Unmap the pools of dead producers, as soon as no request that they had a part in can be left; and the chunks that
-    the living have retired."""
+    """Unmap the pools of dead producers once no request can need them, and the chunks that living producers have
+    retired."""
     seen_at: dict[int, float] = {}
     while True:
         if stage.deployment.transport == "cuda_vmm":
@@ -63,7 +63,7 @@ async def forget(stage: Stage) -> None:
 async def _keep_up(stage: Stage) -> None:
     try:
         await asyncio.to_thread(stage.reader.upkeep)
-    except FerryError as problem:  # of one chunk; whoever needs it is told again
+    except FerryError as problem:  # of one chunk; a request that needs it gets the error again
         stage.outlive(problem)
         stage.counters.count("chunks_unmapped")
         log.warning("chunk_not_mapped", problem=str(problem))

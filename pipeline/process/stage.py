@@ -1,4 +1,4 @@
-"""What every stage process has: a runtime lock, an inbox, peers, perhaps a pool with its broker, and their upkeep."""
+"""The parts of each stage process: a runtime lock, an inbox, peers, and perhaps a pool with its broker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tensorferry.pipeline.telemetry.counters import Counters
 
 log = structlog.get_logger()
 
-#: Counters that heartbeats tell too, for whoever watches a deployment without Prometheus.
+#: Counters that heartbeats carry too, for those who watch a deployment without Prometheus.
 TOLD = ("requests_ok", "requests_failed", "requests_busy")
 LINGER_S = 0.2  #: for a peer to take our last messages, where a process is cancelled
 #: Messages of a request, each for one life of its receiver.
@@ -127,7 +127,7 @@ class Stage:
         return outbox
 
     def lend(self, pool: Pool | None, publisher: Publisher) -> None:
-        """Its pool is there; None: it has none, and what it publishes goes inline."""
+        """Set the pool and its publisher; None: the stage has no pool, and its tensors are sent inline."""
         self.publisher, self.post = publisher, Post(pool, self.reader, self.peers)
 
     async def hand_out(self, pool: Pool, undo: AsyncExitStack) -> Coroutine[Any, Any, None]:
@@ -162,19 +162,19 @@ class Stage:
         return self.origin.epoch
 
     async def serve(self, work: Work) -> None:
-        """Take what peers send, for ever. Messages of requests are for `work`, which is also asked how it is."""
+        """Take the messages of peers, for ever. `work` takes those of requests, and its numbers go into heartbeats."""
         self.work = work
         await self.receive(self.inbox, lambda received: self.take(received.message, received.frames))
 
     async def receive(self, channel: AsyncIterable[Received], take: Callable[[Received], None]) -> None:
-        """Take what comes through a channel, for ever. A bug that one message brings out ends with that message."""
+        """Take the messages of a channel, for ever. An exception that one message causes ends with that message."""
         async for received in channel:
             with self.alone():
                 take(received)
             del received  # else its frames stay in use while the next is waited for
 
     def take(self, message: wire.Message, frames: Sequence[Buffer]) -> None:
-        """Take a message of a peer, or count why not. What was sent to a former life of this process is dropped."""
+        """Take a message of a peer, or count why not. A message for a previous epoch of this process is dropped."""
         taken = isinstance(message, TAKEN[self.origin.stage])
         if taken and isinstance(message, OF_REQUESTS) and message.to != self.epoch:
             self.counters.count("messages_stale_epoch")
@@ -183,7 +183,7 @@ class Stage:
             self.refused(BadMessage(f"{article} {self.origin.stage} takes no {type(message).__name__}"))
 
     def hear(self, message: wire.Message) -> bool:
-        """Take a message that is of no request; False: this process takes no such."""
+        """Take a message that is of no request; False: this process takes no messages of this kind."""
         if self.peers.hear(message):
             return True
         known = self.post.hear(message)
@@ -222,13 +222,13 @@ class Stage:
             os._exit(1)
 
     def mended(self, peer: Peer) -> None:
-        """A peer lives, and its connection broke: what it was sent last may never have come."""
+        """Withdraw a peer's leases: it lives, but its connection broke, so the last messages to it may be lost."""
         self.post.withdraw(peer)
         self.work.connection_mended(peer)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A bug that one message brings out ends with that message, and not with the process."""
+        """Log and count an exception that one message causes, so that it does not end the process."""
         try:
             yield
         except (HandshakeRefused, asyncio.CancelledError):
@@ -249,7 +249,7 @@ class Stage:
                 task.cancel()
 
     def gauges(self) -> tuple[wire.Gauge, ...]:
-        """What this process says of itself in its heartbeats."""
+        """The numbers of this process for its heartbeats."""
         numbers: dict[str, float] = {f"drafts_{how}": count for how, count in self.publisher.drafts.items()}
         since = self.work.busy_since()
         numbers["busy_s"] = 0.0 if since is None else time.monotonic() - since
