@@ -25,19 +25,16 @@ LIBRARIES: list[object] = []  #: a torch.library.Library takes its operators awa
 
 
 class DeclareFirst(importlib.abc.MetaPathFinder):
-    """Declares the two operators when torchvision is about to be imported, and then steps aside."""
+    """Declares the two operators when torchvision is about to be imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)
+        if fullname == "torchvision" and not LIBRARIES:  # looked for more often than it is imported
             torch = importlib.import_module("torch")
             library = torch.library.Library("torchvision", "DEF")
             library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define(
-                "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-            )
+            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             LIBRARIES.append(library)
         return None
 
