@@ -158,6 +158,7 @@ class Consumer:
             scheduler = self._scheduler = Dealer.open(context, self._scheduler_address, high_water=LOCAL_WATER)
             stack.callback(scheduler.close)
             scheduler.send(Here(self._rank, self._ranks))
+            stack.callback(self._leave)
             tasks = self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
             sources = self._sources = Sources(
                 self._settings,
@@ -169,7 +170,6 @@ class Consumer:
                 on_item=self._came,
                 on_source=self._ask_for_all,
             )
-            stack.callback(sources.close)
             tasks.create_task(sources.look(), name="look")
             started()
             while True:
@@ -181,6 +181,11 @@ class Consumer:
                         self._forget(let_go)
                     case _:
                         log.warning("ec_message_refused", kind=type(mail.message).__name__, address=scheduler.peer)
+
+    def _leave(self) -> None:
+        """When all tasks have ended."""
+        if self._sources is not None:
+            self._sources.close()
 
     def _take(self, take: Take) -> None:
         place = self._places.get(take.name)

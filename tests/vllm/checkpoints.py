@@ -63,9 +63,7 @@ def config(family: str, ids: dict[str, int]) -> Any:
             "out_hidden_size": HIDDEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64,
             "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.2,
         }  # fmt: skip
-        return transformers.Qwen3VLConfig(
-            text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens
-        )
+        return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
     del text["head_dim"]
     text["rope_scaling"] = {"rope_type": "default", "mrope_section": [6, 5, 5]}
     vision = {

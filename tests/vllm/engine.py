@@ -1,8 +1,9 @@
 """A process with one vLLM engine, which a test talks to in lines of JSON: a request in, its outcome out.
 
-Started as `engine.py CHECKPOINT ARGUMENTS`, ARGUMENTS the JSON of what `vllm.LLM` is given. A line is a list of requests
-that run together: `{"prompt", "images": [path], "items": [{"name", "grid"}], "max_tokens"}`. With images and items, the
-items are the images' names; with items alone, they are what another engine made. Prints `READY` once it serves.
+Started as `engine.py CHECKPOINT ARGUMENTS`, ARGUMENTS the JSON of what `vllm.LLM` is given. A line is a list of
+requests that run together: `{"prompt", "images": [path], "items": [{"name", "grid"}], "max_tokens"}`. With images and
+items, the items are the images' names; with items alone, they are what another engine made. Prints `READY` once it
+serves.
 """
 
 from __future__ import annotations
