@@ -1,16 +1,23 @@
 """Tiny checkpoints of Qwen3-VL and Qwen2.5-VL with random weights, which transformers and vLLM both load.
 
 Their weights are large, so that the best logit of a prompt leads by much more than two engines differ by rounding: a
-greedy token is then the same of any engine that computes the same thing. Run by the environment of `make test-vllm`.
+greedy token is then the same of any engine that computes the same thing.
+
+`checkpoints.py FAMILY FOLDER` writes a checkpoint, two images and `answers.json`: transformers' answers to `PROMPT`
+behind none, one and two of the images, the least lead of a best logit, and the images' grids. A process of its own,
+because transformers warns.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = [
@@ -20,6 +27,8 @@ SPECIAL = [
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"  #: of one image in a prompt
 HIDDEN = 128
+PROMPT = "What is this?"
+MAX_TOKENS = 24
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -118,8 +127,24 @@ def answer(folder: Path, prompt: str, images: list[Any], max_tokens: int) -> tup
     return tokens, min(float(pair[0] - pair[1]) for pair in best)
 
 
+def main(family: str, folder: Path) -> None:
+    make(family, folder)
+    images = [Image.radial_gradient("L").resize((160, 128)).convert("RGB"), Image.effect_noise((128, 96), 90.0)]
+    images[1] = Image.merge("RGB", [images[1].rotate(90 * turn) for turn in range(3)])
+    for number, image in enumerate(images):
+        image.save(folder / f"{number}.png")
+    answers = [answer(folder, PLACE * number + PROMPT, images[:number], MAX_TOKENS) for number in range(3)]
+    found = {"tokens": [tokens for tokens, _ in answers], "lead": min(lead for _, lead in answers)}
+    found["grids"] = [grid(folder, image) for image in images]
+    (folder / "answers.json").write_text(json.dumps(found))
+
+
 def grid(folder: Path, image: Any) -> list[int]:
     """The patches of an image along time, height and width."""
     processor = transformers.AutoProcessor.from_pretrained(folder)
     found: list[int] = processor.image_processor(images=[image], return_tensors="pt")["image_grid_thw"][0].tolist()
     return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
