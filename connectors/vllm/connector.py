@@ -57,6 +57,7 @@ class TensorferryConnector(ECConnectorBase):
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         """Raises DeploymentError for another vLLM, another role than ec_producer or ec_consumer, or bad settings."""
         super().__init__(vllm_config=vllm_config, role=role)
+        _log_as_vllm_does()
         transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
         if not vllm_version.startswith(f"{VLLM}."):
             raise DeploymentError(f"vLLM {vllm_version}: tensorferry.vllm_ec is made for {VLLM}; install that")
@@ -180,6 +181,17 @@ class TensorferryConnector(ECConnectorBase):
         self._board.let_go(request, name)
         self._local.add((request, name))
         return True
+
+
+def _log_as_vllm_does() -> None:
+    """Through Python's logging, as loggers `tensorferry.*`, where nobody has said otherwise: structlog's own default is
+    to print to standard output, which is the engine's."""
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[structlog.stdlib.filter_by_level, structlog.processors.KeyValueRenderer(key_order=["event"])],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
 
 
 def _end(feature: Any) -> int:
