@@ -6,7 +6,7 @@
 | `Welcome`   | a producer        | a consumer's rank | the answer to `Hello`                                 |
 | `Want`      | a consumer's rank | a producer        | items that it would read, also those that nobody made |
 | `Enough`    | a consumer's rank | a producer        | items that it would read no more                      |
-| `Item`      | a producer        | a consumer's rank | one item, asked for or not; inline frames follow      |
+| `Item`      | a producer        | a consumer's rank | one item that was asked for; an inline frame follows  |
 | `Withdrawn` | a producer        | a consumer's rank | after a break: leases whose proxies may be lost       |
 | `Here`      | a rank            | its scheduler     | first: this rank serves the scheduler                 |
 | `Take`      | its scheduler     | each rank         | see that this item is here, and hold it               |
@@ -19,8 +19,8 @@ others within one engine, over ipc. A message is one msgpack array, an integer t
 whose payload is `Inline`. Structs are strict, as those of `codecs/messages.py`; this protocol has a version of its own.
 
 An item's name is whatever the engines agree on, such as vLLM's multimodal hash. A producer answers `Want` once with the
-item, or later, when it has made it, until `left_ms` are over by its own clock. A producer that is no engine, such as an
-encoder rank that a router feeds, sends `Item` unasked to the ranks of the engine that the router chose.
+item, or later, when it has made it, until `left_ms` are over by its own clock. A producer need not be an engine: an
+encoder rank that a router feeds answers in the same way. What comes unasked is acknowledged unread.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ log = structlog.get_logger()
 RECYCLE_S = 0.05  #: how often leases that came back are looked for
 UPKEEP_S = 0.5  #: how often kept outputs and wishes are looked at for their age
 STAGED_S = 0.0005  #: between looks at a copy out of GPU memory
+KEPT_EIGHTHS = 7  #: of the budget; the rest is for outputs that were forgotten while somebody still reads them
 SWEEP_S = 60.0  #: a socket's file that is younger may be of a process that is about to listen
 
 
@@ -95,7 +96,7 @@ class Producer:
         self._address, self._broker_path = f"ipc://{folder}/{name}{PRODUCER}", str(folder / f"{name}.pool")
         self._origin = Origin("ec_producer", 0, self.epoch)
         self._lock = threading.Lock()  # of `_kept` and all outputs in it
-        self._kept: Kept[Output] = Kept(settings.budget_mb << 20)
+        self._kept: Kept[Output] = Kept((settings.budget_mb << 20) * KEPT_EIGHTHS // 8)
         self._wishes: dict[str, dict[int, float]] = {}  # by output and consumer's epoch: until when
         self._peers: dict[int, Peer] = {}  # by epoch
         self._columns: dict[int, int] = {}  # by epoch, of those that read the pool

@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     keys: str = ""  #: a folder of `tensorferry keys new`; needed for TCP beyond loopback
 
     memory: Literal["shm", "cuda_ipc", "cuda_vmm", "none"] = "shm"  #: of the pool; `none`: everything goes inline
-    budget_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  #: of the pool, and of what is kept of outputs
+    budget_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  #: of the pool; seven eighths of it keep outputs
     slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
     inline_below_kb: Annotated[int, Meta(ge=0, le=1 << 20)] = 32  #: smaller outputs go inline
     keep_s: Seconds = 60.0  #: how long an output is kept that nobody asks for

@@ -94,9 +94,9 @@ class Switchboard:
                     self._peers[rank] = mail.peer
                     for take in self._index.joined(time.monotonic()):
                         self._tell(rank, take)
-                case Held(name, hold, rank, rows):
+                case Held(name, hold, rank, rows) if self._peers.get(rank) == mail.peer:
                     self._index.held(name, hold, rank, rows)
-                case Refused(name, hold, rank, reason):
+                case Refused(name, hold, rank, reason) if self._peers.get(rank) == mail.peer:
                     log.error("ec_item_refused", item=name, rank=rank, reason=reason)
                     self._index.refused(name, hold, reason)
                 case _:

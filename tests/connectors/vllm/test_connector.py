@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from tests.conftest import Peer
+
+from tensorferry.connectors.ec import messages as wire
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.slow]
 
@@ -404,6 +407,24 @@ def test_consumers_on_other_machines_come_by_tcp_and_read_inline(engines: Engine
     made = producer.ask("encode", "x", 1, LARGE)
     assert consumer.served(consumer.admit(("x", LARGE))) == [{"x": made}]
     assert consumer.workers[0].ask("statistics")["inline"] == 1
+
+
+def test_what_is_no_message_of_a_peer_changes_nothing(engines: Engines) -> None:
+    """At the producer's door and at the scheduler's: bytes, messages of the other side, and wishes without a Hello."""
+    producer, consumer = engines.producer(), engines.consumer()
+    consumer.found(1)
+    messages = [wire.encode(message) for message in (wire.Want(("x",), 1000), wire.Held("x", 1, 0, 9), wire.Here(7, 9))]
+    with zmq.Context() as context:
+        for path in engines.folder.glob("*.[pe][rn][og]*"):
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.connect(f"ipc://{path}")
+                for frames in [[b""], [b"\xc1" * 100], [b"x"] * 9, [b"x", bytes(1 << 20)], *messages]:
+                    stranger.send_multipart(frames)
+                stranger.close(linger=2000)
+    request = consumer.admit(("x", LARGE))
+    assert not consumer.step()["scheduled"]
+    made = producer.ask("encode", "x", 1, LARGE)
+    assert consumer.served(request) == [{"x": made}]
 
 
 def test_what_cannot_be_is_refused_by_name(engines: Engines, refused: Callable[..., Any]) -> None:
