@@ -1,8 +1,8 @@
 """What an engine's scheduler knows of outputs: which requests need which, and which are here. Knows no socket and no
 clock.
 
-The rule that everything rests on: an item is *ready* once every rank of the engine has said that it holds it, and stays
-ready until it is let go of, which happens when no request claims it any more. So what is said to be there does load.
+The rule that everything rests on: an item is *held* once every rank of the engine has said that it holds it, and stays
+held until it is let go of, which happens when no request claims it any more. So what is said to be there does load.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Index:
     """See the module. Times are of any one clock, in seconds."""
 
     def __init__(self, ranks: int, patience_s: float) -> None:
-        """ranks: of the engine, each of which must hold an item before it is ready."""
+        """ranks: of the engine, each of which must hold an item before it counts as held."""
         self._ranks, self._patience_s = ranks, patience_s
         self._entries: dict[str, Entry] = {}
         self._items_of: dict[str, set[str]] = {}  #: by request
@@ -48,36 +48,36 @@ class Index:
     # --- requests
 
     def need(self, request: str, items: Iterable[tuple[str, int]], now: float) -> bool:
-        """Whether all of these (item, rows) are ready; the request claims those that it did not claim yet."""
-        ready = True
+        """Whether all of these (item, rows) are held; the request claims those that it did not claim yet."""
+        all_held = True
         for name, rows in items:
             entry = self._claimed(request, name, rows, now)
             claim = entry.claims[request]
-            if self._is_ready(entry):
+            if self._is_held(entry):
                 found = next(iter(entry.rows.values()))
                 if found != claim.rows:
                     self._failed.setdefault(request, f"{name}: {found} rows; the prompt has room for {claim.rows}")
-                    ready = False
+                    all_held = False
             else:
-                ready = False
+                all_held = False
                 if entry.refusal:
                     self._failed.setdefault(request, f"{name}: {entry.refusal}")
-        return ready
+        return all_held
 
-    def is_ready(self, name: str) -> bool:
+    def is_held(self, name: str) -> bool:
         """Whether an item would load in this step."""
         entry = self._entries.get(name)
-        return entry is not None and self._is_ready(entry)
+        return entry is not None and self._is_held(entry)
 
     def allocated(self, name: str) -> None:
-        """The engine has made room for an item, and reads it in this step. Not ready: the engine encodes it itself."""
-        if self.is_ready(name):
+        """The engine has made room for an item, and reads it in this step. Not held: the engine encodes it itself."""
+        if self.is_held(name):
             self._loads[name] = None
 
     def missing(self, request: str, name: str, now: float) -> bool:
         """Whether an item that a request claims is given up: it cannot be used, or patience is over."""
         entry = self._entries.get(name)
-        if entry is None or request not in entry.claims or self._is_ready(entry):
+        if entry is None or request not in entry.claims or self._is_held(entry):
             return False
         return bool(entry.refusal) or now >= entry.claims[request].until
 
@@ -92,7 +92,7 @@ class Index:
             del self._items_of[request]
         if entry.claims:
             return
-        if self._is_ready(entry):
+        if self._is_held(entry):
             self._drops[name] = entry.hold  # a step that reads it may be under way: ranks hear of it behind that
         else:
             del self._entries[name]
@@ -107,7 +107,7 @@ class Index:
     def unavailable(self, now: float) -> dict[str, str]:
         """Requests that cannot be served, and why; each is named until it has `finished`."""
         for name, entry in self._entries.items():
-            if self._is_ready(entry):
+            if self._is_held(entry):
                 continue
             for request, claim in entry.claims.items():
                 if now >= claim.until:
@@ -124,7 +124,7 @@ class Index:
     def held(self, name: str, hold: int, rank: int, rows: int) -> None:
         """A rank holds an item. No-op for a holding that is over."""
         entry = self._entries.get(name)
-        if entry is not None and entry.hold == hold and not self._is_ready(entry) and 0 <= rank < self._ranks:
+        if entry is not None and entry.hold == hold and not self._is_held(entry) and 0 <= rank < self._ranks:
             entry.rows[rank] = rows
             if len(set(entry.rows.values())) > 1:
                 entry.refusal = f"the ranks got different numbers of rows: {sorted(set(entry.rows.values()))}"
@@ -132,7 +132,7 @@ class Index:
     def refused(self, name: str, hold: int, reason: str) -> None:
         """What a rank got of an item cannot be used."""
         entry = self._entries.get(name)
-        if entry is not None and entry.hold == hold and not self._is_ready(entry):
+        if entry is not None and entry.hold == hold and not self._is_held(entry):
             entry.refusal = reason
 
     # --- what is to be said
@@ -170,7 +170,7 @@ class Index:
             entry.claims[request] = Claim(rows, now + self._patience_s)
             self._items_of.setdefault(request, set()).add(name)
             self._drops.pop(name, None)  # it is held still
-            if not self._is_ready(entry):
+            if not self._is_held(entry):
                 self._say.append(self._take(name, entry, now))
         return entry
 
@@ -178,5 +178,5 @@ class Index:
         until = max(claim.until for claim in entry.claims.values())
         return Take(name, entry.hold, max(1, round(1000 * (until - now))))
 
-    def _is_ready(self, entry: Entry) -> bool:
+    def _is_held(self, entry: Entry) -> bool:
         return len(entry.rows) == self._ranks and not entry.refusal

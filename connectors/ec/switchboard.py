@@ -51,13 +51,13 @@ class Switchboard:
     def need(self, request: str, items: Sequence[tuple[str, int]]) -> bool:
         """Whether all of a request's (item, rows) would load in this step. Else they are on their way."""
         self._listen()
-        ready = self._index.need(request, items, time.monotonic())
+        held = self._index.need(request, items, time.monotonic())
         self._speak()
-        return ready
+        return held
 
-    def is_ready(self, name: str) -> bool:
+    def is_held(self, name: str) -> bool:
         """Whether an item would load in this step. Takes nothing in: within a step the answer stays the same."""
-        return self._index.is_ready(name)
+        return self._index.is_held(name)
 
     def missing(self, request: str, name: str) -> bool:
         """See `Index.missing`."""

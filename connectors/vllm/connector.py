@@ -8,7 +8,7 @@ nothing that they are called for may wait.
 | `save_caches`, `start_save_caches` | a producer's worker  | `Producer.put`, by the first rank            |
 | `ensure_cache_available`           | the engine core      | `Switchboard.need`; False defers the request |
 | `take_unavailable_requests`        | the engine core      | ends requests with an error                  |
-| `has_cache_item`                   | the engine core      | ready, so it will load                       |
+| `has_cache_item`                   | the engine core      | held by all ranks, so it will load           |
 | `update_state_after_alloc`         | the engine core      | it loads in this step                        |
 | `build_connector_meta`             | the engine core      | `Step`, which travels with the step          |
 | `start_load_caches`                | a consumer's workers | `Consumer.load`, then `Consumer.let_go`      |
@@ -120,7 +120,7 @@ class TensorferryConnector(ECConnectorBase):
     # --- the engine core
 
     def has_cache_item(self, identifier: str) -> bool:
-        return self._board is not None and self._board.is_ready(identifier)
+        return self._board is not None and self._board.is_held(identifier)
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         board, features = self._board, request.mm_features

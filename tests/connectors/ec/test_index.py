@@ -56,7 +56,7 @@ class Rank:
 
 
 class IndexKeepsItsLaws(RuleBasedStateMachine):
-    """What is said to be ready is held by every rank and loads, and stays so for who was told; what nobody claims is
+    """What is said to be held is held by every rank and loads, and stays so for who was told; what nobody claims is
     held by none in the end."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class IndexKeepsItsLaws(RuleBasedStateMachine):
         names = self.requests[request]
         if self.index.need(request, [(name, ROWS) for name in names], self.now):
             for name in names:
-                assert self.index.is_ready(name)
+                assert self.index.is_held(name)
                 self.index.allocated(name)
                 self.promised.add((request, name))
                 self.allocated.add(name)
@@ -157,14 +157,14 @@ class IndexKeepsItsLaws(RuleBasedStateMachine):
         self.speak()
 
     @invariant()
-    def what_is_ready_is_held(self) -> None:
+    def what_is_said_to_be_held_is_held(self) -> None:
         for name in ("a", "b"):
-            if self.index.is_ready(name):
+            if self.index.is_held(name):
                 assert all(rank.places[name][1] for rank in self.ranks)
 
     @invariant()
-    def what_was_promised_is_ready(self) -> None:
-        assert all(self.index.is_ready(name) for _, name in self.promised)
+    def what_was_promised_is_held(self) -> None:
+        assert all(self.index.is_held(name) for _, name in self.promised)
 
     def teardown(self) -> None:
         for request in list(self.requests):
@@ -182,7 +182,7 @@ class IndexKeepsItsLaws(RuleBasedStateMachine):
             while rank.steps:
                 rank.step()
             assert not rank.places, "held, and nobody claims it"
-        assert not any(self.index.is_ready(name) for name in ("a", "b"))
+        assert not any(self.index.is_held(name) for name in ("a", "b"))
 
 
 TestIndexKeepsItsLaws = IndexKeepsItsLaws.TestCase
@@ -207,7 +207,7 @@ def test_ranks_that_got_different_rows_of_an_item_fail_its_request() -> None:
     [take] = index.say()
     index.held("a", take.hold, 0, ROWS)
     index.held("a", take.hold, 1, ROWS + 1)
-    assert not index.is_ready("a")
+    assert not index.is_held("a")
     index.need("r", [("a", ROWS)], 0.0)
     assert index.unavailable(0.0) == {"r": "a: the ranks got different numbers of rows: [7, 8]"}
 
@@ -222,10 +222,10 @@ def test_what_a_rank_says_of_a_holding_that_is_over_changes_nothing() -> None:
     assert old.hold == over.hold < new.hold
     index.held("a", old.hold, 0, ROWS)
     index.refused("a", old.hold, "bad")
-    assert not index.is_ready("a")
+    assert not index.is_held("a")
     assert index.unavailable(0.0) == {}
     index.held("a", new.hold, 0, ROWS)
-    assert index.is_ready("a")
+    assert index.is_held("a")
 
 
 def test_a_rank_that_joins_late_is_told_of_all_that_is_claimed() -> None:

@@ -259,7 +259,7 @@ def test_without_a_pool_everything_goes_inline(engines: Engines) -> None:
 
 
 def test_each_rank_of_an_engine_reads_in_its_own_column(engines: Engines) -> None:
-    """An item is ready once all ranks hold it: with one of them stopped, its request is deferred."""
+    """An item counts as held once all ranks hold it: with one of them stopped, its request is deferred."""
     producer, consumer = engines.producer(keep_s=1.0), engines.consumer(ranks=2)
     consumer.found(1)
     made = producer.ask("encode", "x", 1, LARGE)
