@@ -246,8 +246,8 @@ class Producer:
             log.warning("ec_consumer_refused", rank=origin.rank, reason=refusal)
             return
         self._peers[origin.epoch] = Peer(door, identity, origin)
-        for wishes in self._wishes.values():  # it wishes anew
-            wishes.pop(origin.epoch, None)
+        for name in list(self._wishes):  # it wishes anew
+            self._wish_ends(name, origin.epoch)
         column = self._columns.get(origin.epoch)
         if pool is not None and column is not None:  # the connection broke
             lost = pool.outstanding(column)
@@ -277,9 +277,10 @@ class Producer:
 
     def _made(self, name: str) -> None:
         """Send an output that is kept to all who wait for it."""
-        for epoch in list(self._wishes.get(name, ())):
+        now = time.monotonic()
+        for epoch, until in list(self._wishes.get(name, {}).items()):
             peer = self._peers.get(epoch)
-            if peer is None:
+            if peer is None or until < now:
                 self._wish_ends(name, epoch)
             elif not self._send(name, peer):
                 assert self._tasks is not None
@@ -346,11 +347,8 @@ class Producer:
                 old = self._kept.older(now - self._settings.keep_s)
             for output in old:
                 output.block.close()
-            for name, wishes in list(self._wishes.items()):
-                for epoch in [epoch for epoch, until in wishes.items() if until < now]:
-                    self._wish_ends(name, epoch)
-                if name in self._wishes:
-                    self._made(name)  # what could not be sent before
+            for name in list(self._wishes):
+                self._made(name)  # what could not be sent before; and wishes end here
             problem = None if self._pool is None else self._pool.check_growth()
             if problem is not None:
                 log.error("ec_pool_cannot_grow", problem=str(problem))

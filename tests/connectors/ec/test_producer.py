@@ -141,9 +141,12 @@ async def test_a_wish_ends_with_its_time_and_when_it_is_taken_back(folder: Path)
     with closing(Producer(settings_of(folder), MODEL)) as producer:
         async with rank_at(door_of(folder)) as rank:
             await rank.greet()
-            rank.dealer.send(wire.Want(("short",), 1))
+            producer.put("here", SMALL)
             rank.dealer.send(wire.Want(("long", "dropped"), 60_000))
+            await settle(producer, wanted=2)
+            rank.dealer.send(wire.Want(("short",), 1))
             rank.dealer.send(wire.Enough(("dropped",)))
+            await rank.want("here")  # it has read all of that
             await settle(producer, wanted=1)
             producer.put("short", SMALL)
             producer.put("long", SMALL)
@@ -151,7 +154,7 @@ async def test_a_wish_ends_with_its_time_and_when_it_is_taken_back(folder: Path)
             assert item.name == "long"
             assert isinstance(item.payload, Inline), "it reads no pool"
             assert bytes(frames[0]) == SMALL.tobytes()
-            await settle(producer, wanted=0, sent_inline=1, lent=0)
+            await settle(producer, wanted=0, sent_inline=2, lent=0)
 
 
 @pytest.mark.parametrize(
