@@ -234,3 +234,17 @@ def test_a_rank_that_joins_late_is_told_of_all_that_is_claimed() -> None:
     index.let_go("r", "b")
     assert [take.name for take in index.joined(1.0)] == ["a"]
     assert [take.left_ms for take in index.joined(1.0)] == [4000]
+
+
+def test_an_item_that_is_claimed_anew_before_the_ranks_have_let_go_of_it_stays() -> None:
+    index = Index(1, PATIENCE_S)
+    index.need("first", [("a", ROWS)], 0.0)
+    [take] = index.say()
+    index.held("a", take.hold, 0, ROWS)
+    index.finished("first")
+    assert index.need("second", [("a", ROWS)], 0.0)
+    assert index.step(True) == ([], [])
+    assert index.is_held("a")
+    index.finished("second")
+    assert index.step(True) == ([], [("a", take.hold)])
+    assert not index.is_held("a")
