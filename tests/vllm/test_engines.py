@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.vllm.conftest import MAX_TOKENS, PLACE, PROMPT, Engine, Lab
+from tests.vllm.conftest import MAX_TOKENS, Engine, Lab
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -76,13 +76,6 @@ class TestFaults:
         pair.make("x0", "x1")
         assert pair.read("x0", "never", "x1", "x0") == [True, "error", True, True]
         assert pair.read("x0", "x0") == [True, True]
-
-    def test_an_image_without_a_name_is_known_by_its_content(self, pair: Pair) -> None:
-        """Both engines get it. The consumer does not encode it: before it was made, its request failed."""
-        request = {"prompt": PLACE + PROMPT, "images": pair.lab.images[:1], "max_tokens": MAX_TOKENS}
-        assert [outcome["finish"] for outcome in pair.consumer.ask(request)] == ["error"]
-        pair.producer.ask(request | {"max_tokens": 1})
-        assert [outcome["tokens"] for outcome in pair.consumer.ask(request)] == [pair.right]
 
     def test_an_item_that_was_missing_is_served_once_it_is_made(self, pair: Pair) -> None:
         assert pair.read("late") == ["error"]
