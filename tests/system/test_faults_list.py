@@ -42,7 +42,14 @@ def test_each_fault_can_be_planted_and_names_tests_that_there_are(fault: Fault) 
 
 def test_there_are_many_and_all_in_the_product() -> None:
     assert len(FAULTS) >= 60
-    assert {fault.file.partition("/")[0] for fault in FAULTS} == {"cli", "codecs", "pipeline", "replay", "stages"}
+    assert {fault.file.partition("/")[0] for fault in FAULTS} == {
+        "cli",
+        "codecs",
+        "connectors",
+        "pipeline",
+        "replay",
+        "stages",
+    }
 
 
 @pytest.mark.parametrize(("text", "times"), [("nothing of it", 0), ("number", 2)])

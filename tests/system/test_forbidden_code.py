@@ -20,8 +20,10 @@ PRODUCT = (
     "stages",
     "cli",
     "configs",
+    "connectors",
     "src/tensorferry/__init__.py",
     "src/tensorferry/__main__.py",
+    "src/tensorferry/vllm_ec.py",
 )
 #: Rivals that are measured send pickles, each to itself; nothing that is installed imports these.
 PICKLING = {"benchmarks/rivals.py", "benchmarks/gpu_rival.py"}
@@ -123,6 +125,7 @@ def test_no_secret_key_lies_in_the_repository() -> None:
         "cli",
         "codecs",
         "configs",
+        "connectors",
         "docs",
         "examples",
         "pipeline",

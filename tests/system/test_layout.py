@@ -17,7 +17,7 @@ import tensorferry
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tensorferry"
-FOLDERS = ("cli", "codecs", "configs", "pipeline", "replay", "stages")
+FOLDERS = ("cli", "codecs", "configs", "connectors", "pipeline", "replay", "stages")
 
 
 def setuptools() -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""vLLM's interface of encoder caches, filled by `connectors/ec/`."""

@@ -1,0 +1,1 @@
+"""FAKE, see `vllm/__init__.py`."""
