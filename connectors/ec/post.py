@@ -12,8 +12,9 @@ import zmq
 from tensorferry.codecs.errors import BadMessage, PeerGone
 from tensorferry.codecs.frames import Buffer, Limits
 from tensorferry.connectors.ec.messages import HEADER_NBYTES, MOST_FRAMES, Message, decode, encode
+from tensorferry.pipeline.channels.addresses import check_address
 from tensorferry.pipeline.channels.curve_keys import CurveClient, CurveServer
-from tensorferry.pipeline.channels.zmq_link import Context, Link, check_address, open_socket
+from tensorferry.pipeline.channels.zmq_link import Context, Link, open_socket
 
 log = structlog.get_logger()
 

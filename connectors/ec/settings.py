@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from tensorferry.codecs.errors import DeploymentError
 from tensorferry.connectors.ec.messages import LONGEST_LEFT_MS
-from tensorferry.pipeline.channels.zmq_link import PATH_NBYTES, check_address
+from tensorferry.pipeline.channels.addresses import PATH_NBYTES, check_address
 
 LONGEST_NAME_NBYTES = 48  #: of a socket's file in the folder
 PRODUCER = ".producer"  #: how the files of producers' sockets end, by which consumers find them
