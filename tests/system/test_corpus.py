@@ -29,7 +29,7 @@ from tensorferry.stages.processors.registry import make_processor
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "tests" / "corpus"
-MOST_NBYTES = 200 << 10
+MOST_NBYTES = 512 << 10  #: most of it one message of 4,097 items, each of which has a content hash
 LAYERS = {layer.name.lower(): layer for layer in Layer}
 
 quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -15,7 +15,7 @@ import pytest
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.frames import Buffer, Limits
-from tensorferry.pipeline.channels.channels import Dealer
+from tensorferry.pipeline.channels.channels import Dealer, open_context
 from tensorferry.pipeline.deployment.spec import Deployment, LimitsSpec
 from tensorferry.pipeline.peers.peer import Peer
 from tensorferry.pipeline.process.runtime_dir import Runtime
@@ -146,7 +146,8 @@ async def running(**spec: Any) -> AsyncIterator[Worker]:
             await stage.peers.wait_ready()
             tokenizer.open()
             address = Runtime.of(deployment).front_door(0)
-            client = undo.enter_context(closing(Dealer(stage.context, address, "door", Limits(), lambda problem: None)))
+            context = undo.enter_context(open_context())
+            client = undo.enter_context(closing(Dealer(context, address, "door", Limits(), lambda problem: None)))
             async with asyncio.timeout(4 * DEADLINE_S):
                 yield Worker(tokenizer, stage, client, peers, spans)
                 await tokenizer.drain()
