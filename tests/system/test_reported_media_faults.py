@@ -217,7 +217,7 @@ def test_b40_a_count_that_does_not_agree_is_an_error_of_the_request(
         (admitted(4, 40), 7, "placeholders up to token 45 of 40"),
         (admitted(4), 8, "this rank is not among the schedulers"),
         (replace(admitted(4), token_ids=bytes(41)), 7, "token ids of 41 bytes"),
-        (replace(admitted(), items=(placed(4, 2), placed(5, 2))), 7, "a span of item 1 is from token 5 on, behind token 6"),
+        (replace(admitted(), items=(placed(4, 2), placed(5, 2))), 7, "item 1 is from token 5 on, behind token 6"),
         (replace(admitted(), items=(placed(4, (1 << 31) - 1),)), 7, "placeholders up to token 2147483651 of 40"),
     ],
 )
