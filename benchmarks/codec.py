@@ -34,8 +34,8 @@ def codec(scale: Scale) -> Outcome:
             read, _ = decode(encode(message), limits)
             if isinstance(read, wire.Encode):
                 for item in read.items:  # what the reader checks of a payload before it opens it
-                    if item.payload is not None:
-                        nbytes_of(dtype_of(item.payload.dtype), item.payload.shape)
+                    for feature in item.features:
+                        nbytes_of(dtype_of(feature.payload.dtype), feature.payload.shape)
 
     def bare() -> None:
         for message in unchecked:

@@ -43,8 +43,7 @@ class _Ours:
             async for received in inbox:
                 job = received.message
                 assert isinstance(job, wire.Encode)
-                payload = job.items[0].payload
-                assert payload is not None
+                payload = job.items[0].features[0].payload
                 with reader.open(payload, received.frames) as view:
                     answer(job.attempt, view.data)
                 del received, view

@@ -24,7 +24,7 @@ ANSWER_S = 20.0  #: of a broker
 _HANDSHAKE = (wire.Hello, wire.Welcome, wire.Pool, wire.Ready, wire.Heartbeat, wire.Drain, wire.Drained)
 _MAIL = (wire.Chunks, wire.Retired, wire.Confirmed, wire.Released, wire.Withdrawn)
 TAKES: dict[str, tuple[type, ...]] = {
-    "tokenizer-0 inbox": (wire.Done, wire.Failed, wire.Collected, *_HANDSHAKE, *_MAIL),
+    "tokenizer-0 inbox": (wire.Delta, wire.Done, wire.Failed, wire.Collected, *_HANDSHAKE, *_MAIL),
     "encoder-0 inbox": (wire.Encode, wire.Cancel, *_HANDSHAKE, *_MAIL),
     "scheduler-0 inbox": (wire.Admit, wire.Embeddings, wire.Cancel, *_HANDSHAKE, *_MAIL),
     "tokenizer-0 front door": (wire.Submit, wire.Cancel, wire.Hello, wire.Drained),

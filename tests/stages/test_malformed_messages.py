@@ -301,7 +301,7 @@ def raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def take(self: Any, message: wire.Message, frames: Any) -> bool:
         if isinstance(message, wire.Admit):
-            assert message.deadline_ns // len(message.schedulers) is not None
+            assert message.deadline_ms // len(message.schedulers) is not None
         return taken(self, message, frames)
 
     monkeypatch.setattr(scheduler_module.Scheduler, "take", take)

@@ -63,7 +63,7 @@ ITEMS = {
     33: ("InternalError", "the plan's rows is"),
     34: ("InternalError", "Processor returned None in place of a Plan"),
     35: ("BadItem", r"item 0: \ud800"),
-    36: ("InternalError", "Processor returned the content hash None; it must be 16 bytes"),
+    36: ("InternalError", "Processor returned the content hash None; it must be 32 bytes"),
     37: ("InternalError", "Processor returned the content hash b'"),
     38: ("InternalError", "RuntimeError: SystemExit: 3"),
     39: ("InternalError", "RuntimeError: StopIteration"),
