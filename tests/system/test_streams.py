@@ -12,13 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.faults import sever
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import AnswerFailed
 from tensorferry.pipeline.client.answer_stream import AnswerStream
 from tensorferry.pipeline.client.client import Client
+from tensorferry.pipeline.client.growing_answer import is_repeatable
 from tensorferry.pipeline.deployment.load import load
 from tensorferry.pipeline.deployment.spec import Deployment
+from tensorferry.pipeline.process.runtime_dir import Runtime
 from tensorferry.pipeline.process.supervisor import Supervisor
 from tensorferry.stages.engines.base import EngineRequest
 from tensorferry.stages.engines.paced import made_up
@@ -65,8 +68,9 @@ class Deployed:
 
     async def until_gauge(self, name: str, stage: str, value: float) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while await self.gauge(name, stage) != value:  # noqa: ASYNC110  (another process sets it)
+            while (found := await self.gauge(name, stage)) != value:
                 await asyncio.sleep(0.05)
+                assert found >= 0
 
 
 @pytest.fixture
@@ -114,6 +118,10 @@ def answer_to(prompt: str, tokens: int, sampling: wire.Sampling = wire.Sampling(
 
 def ids_of(letters: bytes) -> bytes:
     return np.frombuffer(letters, np.uint8).astype("<i4").tobytes()
+
+
+def letters_of(ids: bytes) -> bytes:
+    return np.frombuffer(ids, "<i4").astype(np.uint8).tobytes()
 
 
 async def read(stream: AnswerStream) -> list[wire.Delta]:
@@ -228,3 +236,86 @@ async def test_an_urgent_request_is_served_next(deployed: Callable[..., Running]
             await run.until_gauge("queued", "scheduler", 5.0)
             asked.create_task(ask("urgent", 300, priority=-1))
         assert ended.index("urgent") <= 2, ended
+
+
+# --- over any death
+
+
+async def streams_over(run: Deployed, hurt: Callable[[], None], sampling: wire.Sampling, count: int = 6) -> list[str]:
+    """Many answers at once, about an image each, and what is done when all of them have begun. Returns why those failed
+    that did; the others are whole."""
+    image = (Path(__file__).parents[2] / "examples/images/rocket.jpg").read_bytes()
+    begun = [asyncio.Event() for _ in range(count)]
+    failed: list[str] = []
+
+    async def one(number: int) -> None:
+        stream = run.client.stream([f"answer {number}", image], output_tokens=150, sampling=sampling)
+        deltas: list[wire.Delta] = []
+        try:
+            async for delta in stream:
+                assert delta.first == sum(len(each.token_ids) for each in deltas) // 4
+                deltas.append(delta)
+                if delta.first > 10:
+                    begun[number].set()
+        except AnswerFailed as problem:
+            failed.append(str(problem))
+        else:
+            assert isinstance(stream.outcome, wire.Result)
+            check(deltas, stream, letters_of(stream.outcome.token_ids))
+            if is_repeatable(sampling):
+                again = await run.client.submit([f"answer {number}", image], output_tokens=150, sampling=sampling)
+                assert isinstance(again, wire.Result)
+                assert again.token_ids == stream.outcome.token_ids
+
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as asked:
+        for number in range(count):
+            asked.create_task(one(number))
+        await asyncio.gather(*(each.wait() for each in begun))
+        hurt()
+    return failed
+
+
+@pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
+@pytest.mark.parametrize("stage", ["scheduler", "encoder", "tokenizer"])
+@pytest.mark.parametrize("sampling", [wire.Sampling(), wire.Sampling(seed=7)], ids=["greedy", "seeded"])
+async def test_a_stream_goes_on_over_a_death_without_a_gap_or_a_repetition(
+    deployed: Callable[..., Running], stage: str, sampling: wire.Sampling
+) -> None:
+    async with deployed(token_ms=10, tokenizers=2, encoders=2, groups=2) as run:
+        assert await streams_over(run, lambda: run.kill(stage), sampling) == []
+
+
+@pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
+@pytest.mark.parametrize("stage", ["scheduler", "tokenizer"])
+async def test_a_sampled_stream_without_a_seed_fails_by_name_over_a_death(
+    deployed: Callable[..., Running], stage: str
+) -> None:
+    async with deployed(token_ms=10, tokenizers=2, groups=2) as run:
+        failed = await streams_over(run, lambda: run.kill(stage), SAMPLED)
+        assert failed
+        assert all(reason.startswith("StreamDiverged: the answer cannot go on at token ") for reason in failed), failed
+
+
+@pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
+@pytest.mark.parametrize("stage", ["scheduler", "tokenizer"])
+async def test_a_stream_goes_on_over_broken_connections(deployed: Callable[..., Running], stage: str) -> None:
+    async with deployed(token_ms=10, tokenizers=2, groups=2) as run:
+        directory = str(Runtime.of(run.deployment).directory)
+
+        def cut() -> None:
+            assert sever(run.supervisor.processes[stage, 0], directory)
+
+        assert await streams_over(run, cut, wire.Sampling()) == []
+
+
+@pytest.mark.leaves("pyzmq keeps a thread and two descriptors for good after its first frame that is not copied")
+async def test_an_answer_is_told_again_where_the_way_to_its_owner_alone_broke(deployed: Callable[..., Running]) -> None:
+    """The owner does not see that: it sends nothing again, and also an answer by chance goes on."""
+    async with deployed(token_ms=10) as run:
+        inbox = str(Runtime.of(run.deployment).directory / "tokenizer-0")
+        scheduler = run.supervisor.processes["scheduler", 0]
+
+        def cut() -> None:
+            assert sever(run.supervisor.processes["tokenizer", 0], inbox, made_by=scheduler)
+
+        assert await streams_over(run, cut, SAMPLED) == []
