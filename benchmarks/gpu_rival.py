@@ -127,10 +127,10 @@ class Bench:
         makes the room is a thread of this process."""
         if self.is_ipc:
             while (proxy := self.pool.wrap_tensor(source, use_pool_handle_cache=True)) is None:
-                time.sleep(LOOK_S)
+                time.sleep(LOOK_S)  # see the docstring: a thread of this process makes the room
             return proxy
         while not any(chunk.size > source.nbytes + self.pool.control_size for chunk in self.pool.available_chunks):
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # as above
         return self.pool.wrap_tensor(source)
 
     def finish(self) -> None:

@@ -97,7 +97,7 @@ def consume(contender: str, folder: str, rows: int, times: int, ready: Callable[
         until = time.monotonic() + DEADLINE_S
         while not worker._consumer.statistics().producers:
             assert time.monotonic() < until
-            time.sleep(0.01)
+            time.sleep(0.01)  # the meeting is in another thread, and tells nobody; it is not measured
     ready()
     inputs = torch.zeros(rows, WIDTH, dtype=torch.bfloat16)
     position = SimpleNamespace(offset=0, length=rows, get_num_embeds=lambda: rows)

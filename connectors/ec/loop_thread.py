@@ -61,7 +61,7 @@ class LoopThread:
             self._task = self._loop.create_task(self._run(self._started.set), name=self._thread.name)
             with suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._task)
-        except BaseException as problem:
+        except BaseException as problem:  # any kind: who started the thread waits to hear why it ended
             if self._started.is_set():
                 log.exception("thread_failed", thread=self._thread.name)
             self._problem = problem

@@ -256,10 +256,6 @@ class Client:
             )
 
     @property
-    def _any_here(self) -> bool:
-        return any(door.presence is Presence.HERE for door in self._doors)
-
-    @property
     def _all_denied(self) -> bool:
         return all(door.presence is Presence.DENIED for door in self._doors)
 
@@ -313,7 +309,8 @@ class Client:
             await asyncio.sleep(timeouts.heartbeat_s)
             for door in self._doors:
                 door.life.heartbeat_passed()
-                if door.open and door.presence is Presence.GONE and self._any_here:
+                here = any(other.presence is Presence.HERE for other in self._doors)
+                if door.open and door.presence is Presence.GONE and here:
                     self._lost(door)
                 self._greet(door)
             self._changed.set()  # silence has grown, and `_usable` looks at it

@@ -40,22 +40,22 @@ class Vision(msgspec.Struct, kw_only=True, dict=True):
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Keys whose values contradict those of other keys, each with the reason."""
-        raise NotImplementedError
+        raise NotImplementedError  # see the class
 
     @property
     def features(self) -> int:
         """Numbers in a patch."""
-        raise NotImplementedError
+        raise NotImplementedError  # see the class
 
     @property
     def merge(self) -> int:
         """Patches a side of the block that becomes one embedding."""
-        raise NotImplementedError
+        raise NotImplementedError  # see the class
 
     @property
     def width(self) -> int:
         """Width of an embedding."""
-        raise NotImplementedError
+        raise NotImplementedError  # see the class
 
     @property
     def deepstack(self) -> int:

@@ -121,7 +121,8 @@ class Scheduler:
             self._stage.counters.count("admits_late")
         else:
             self._collector.admit(admit)
-            self._engine.drop_over()  # an older attempt may be running
+            if admit.attempt:  # an older one may wait, or run
+                self._engine.drop_over()
 
     def _give_up(self, request: bytes, attempt: int) -> None:
         """Nobody waits for this attempt any more, nor for an older one."""

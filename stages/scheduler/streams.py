@@ -153,7 +153,8 @@ class Streams:
             async with limit, aclosing(self._engine.submit(one.request)) as deltas:
                 steps = aiter(deltas)
                 while not answer.finish:
-                    delta = await self._watch.steps(lambda: anext(steps))
+                    with self._watch.beside():  # an engine has threads of its own
+                        delta = await self._watch.steps(lambda: anext(steps))
                     self._progress_s = time.monotonic()
                     answer.add(delta, time.monotonic_ns())
                     teller.tell()

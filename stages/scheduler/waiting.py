@@ -76,8 +76,10 @@ class Waiting(Generic[T]):
 
     def drop(self, gone: Callable[[T], bool]) -> int:
         """Forget those that `gone` says, and what they would have cost; how many."""
-        before = len(self._heap)
-        self._heap = [entry for entry in self._heap if not gone(entry.item)]
+        before, kept = len(self._heap), [entry for entry in self._heap if not gone(entry.item)]
+        if len(kept) == before:
+            return 0
+        self._heap = kept
         heapify(self._heap)
         self._ends = {}
         for entry in self._heap:

@@ -11,7 +11,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  #: what bytes that are no UTF-8 becom
 
 
 class Detokenizer:
-    """One answer. The texts that it gives, one after the other, are what decoding all ids at once gives."""
+    """One answer. The texts that it gives, one after the other, are what decoding all ids at once begins with.
+
+    Bytes at the end that are no whole character are left out: the result's text, made of all ids, has U+FFFD for them.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -31,15 +34,8 @@ class Detokenizer:
             else:
                 self._given += text
                 return text
-        return self._rest(self._whole().rstrip(REPLACEMENT))
-
-    def finish(self) -> str:
-        """What is left when no more ids come: bytes that became no character are U+FFFD."""
-        return self._rest(self._whole())
-
-    def _whole(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return text
+        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._rest(whole.rstrip(REPLACEMENT))
 
     def _rest(self, text: str) -> str:
         """What of `text` was not given yet; nothing where what was given is no beginning of it."""

@@ -277,6 +277,7 @@ class Tokenizer:
         self._stage.peers.tell(wire.Drain(self._stage.origin))
         log.info("draining", in_flight=len(self._requests))
         await self._requests.wait_empty()
+        self._clients.pay()
 
     async def watch_peers(self) -> None:
         """At every change among the peers, wake the requests that lost a part with one, and tell clients; for ever."""

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from tests.codecs.machine.machine_facts import host
 
 from tensorferry.cli import doctor
 from tensorferry.cli.main import main
@@ -35,18 +36,7 @@ DEADLINE_S = 60.0
 WORKS = Trial(True)
 COMMAND = [sys.executable, "-m", "tensorferry"]
 
-HOST = HostFacts(
-    kernel="6.18.0",
-    memfd=WORKS,
-    shm_nbytes=1 << 31,
-    available_nbytes=1 << 34,
-    memlock_nbytes=None,
-    open_files=1 << 16,
-    seccomp=0,
-    nested_pids=False,
-    imex=False,
-    mps=False,
-)
+HOST = host(shm_nbytes=1 << 31)
 H200 = Gpu("NVIDIA H200", "GPU-0001", vmm=True, posix_fd=True, fabric=True)
 FULL = CudaFacts(driver=13020, gpus=(H200,), words=WORKS, ipc=WORKS, posix_fd=WORKS)
 

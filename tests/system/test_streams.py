@@ -8,7 +8,9 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,15 +206,17 @@ async def test_a_choice_that_the_engine_does_not_have_is_refused_by_name(deploye
         check(await read(beside), beside, answer_to("x", 4))
 
 
+async def ask_one(run: Deployed, ended: list[str], name: str, tokens: int, **options: Any) -> None:
+    """Read an answer to its end, and append its name then."""
+    await read(run.client.stream([name], output_tokens=tokens, **options))
+    ended.append(name)
+
+
 async def test_a_tenant_with_much_work_does_not_hold_up_another_one(deployed: Callable[..., Running]) -> None:
     """One answer at a time: of 12 long requests of one tenant that wait, one more is served before the short one."""
     async with deployed(requests=1, token_ms=1) as run, asyncio.timeout(DEADLINE_S):
         ended: list[str] = []
-
-        async def ask(name: str, tokens: int, **options: object) -> None:
-            await read(run.client.stream([name], output_tokens=tokens, **options))
-            ended.append(name)
-
+        ask = partial(ask_one, run, ended)
         async with asyncio.TaskGroup() as asked:
             for number in range(12):
                 asked.create_task(ask(f"batch {number}", 300, tenant="batch"))
@@ -225,11 +229,7 @@ async def test_a_tenant_with_much_work_does_not_hold_up_another_one(deployed: Ca
 async def test_an_urgent_request_is_served_next(deployed: Callable[..., Running]) -> None:
     async with deployed(requests=1, token_ms=1) as run, asyncio.timeout(DEADLINE_S):
         ended: list[str] = []
-
-        async def ask(name: str, tokens: int, **options: object) -> None:
-            await read(run.client.stream([name], output_tokens=tokens, **options))
-            ended.append(name)
-
+        ask = partial(ask_one, run, ended)
         async with asyncio.TaskGroup() as asked:
             for number in range(6):
                 asked.create_task(ask(f"usual {number}", 300))

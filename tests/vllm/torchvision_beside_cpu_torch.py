@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-LIBRARIES: list[object] = []  #: a torch.library.Library takes its operators away when it is collected
+DECLARED: list[object] = []  #: what declares the operators: torch forgets them when it is collected
 
 
 class DeclareFirst(importlib.abc.MetaPathFinder):
@@ -30,12 +30,13 @@ class DeclareFirst(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == "torchvision" and not LIBRARIES:  # looked for more often than it is imported
-            torch = importlib.import_module("torch")
-            library = torch.library.Library("torchvision", "DEF")
-            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            LIBRARIES.append(library)
+        if fullname == "torchvision" and not DECLARED:  # looked for more often than it is imported
+            from torch import library
+
+            operators = library.Library("torchvision", "DEF")
+            operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            DECLARED.append(operators)
         return None
 
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from structlog.testing import capture_logs
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import PeerBusy
-from tensorferry.codecs.frames import Limits
+from tensorferry.codecs.frames import Limits, decode, encode
 from tensorferry.pipeline.channels.channels import Dealer, FrontDoor, open_context
 from tensorferry.pipeline.telemetry.counters import Counters
 from tensorferry.stages.tokenizer.clients import Clients
@@ -22,6 +23,7 @@ from tensorferry.stages.tokenizer.clients import Clients
 DEADLINE_S = 10.0
 ORIGIN = wire.Origin("tokenizer", 0, 1)
 MEMBERS = wire.Members(ORIGIN, True, ())
+FILL = wire.Delta(bytes(16), 0, 0, ORIGIN, 0, bytes(4), (1,), "x" * 4096)
 HELLO = wire.Hello(wire.PROTOCOL_VERSION, wire.Origin("client", 0, 7), "client")
 
 
@@ -81,3 +83,31 @@ async def test_a_client_that_was_just_heard_is_not_asked(address: str) -> None:
                     assert not clients.is_gone(peer, 0.0)
                     await dealer.receive()
                 assert dealer.receive_nowait() is None
+
+
+async def test_an_outcome_that_found_no_room_is_sent_when_there_is_some(address: str) -> None:
+    """The client reads nothing at first, and neither does ZeroMQ for it, which holds one message."""
+    counters, outcome = Counters(), wire.Busy(bytes(16), 0, 1, "full")
+    with open_context() as context:
+        with closing(FrontDoor(context, address, Limits(), lambda problem: None, high_water=1)) as door:
+            clients = Clients(door, lambda: MEMBERS, 5.0, counters)
+            with closing(context.socket(zmq.DEALER)) as client:
+                client.set(zmq.LINGER, 0)
+                client.set(zmq.RCVHWM, 1)
+                client.connect(address)
+                client.send(encode(HELLO)[0])
+                async with asyncio.timeout(DEADLINE_S):
+                    peer = (await door.receive()).peer
+                while clients.offer(peer, FILL):
+                    pass
+                assert clients.answer(peer, outcome)
+                clients.pay()  # there is no room yet
+                client.set(zmq.RCVTIMEO, 1000)
+                found = False
+                async with asyncio.timeout(DEADLINE_S):
+                    while not found:
+                        message, _ = decode([client.recv()], Limits())
+                        found = message == outcome
+                        clients.pay()
+                        await asyncio.sleep(0)
+    assert counters.value("answers_undeliverable") == 0
