@@ -9,16 +9,16 @@ import asyncio
 import tempfile
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.stages.doubles import WorkStage
+from tests.stages.played_peers import PlayedPeers
 
 from tensorferry.codecs import messages as wire
-from tensorferry.codecs.tensors import CODES
+from tensorferry.codecs.tensors import CODES, view_of
 from tensorferry.pipeline.channels.channels import Received
 from tensorferry.pipeline.client.client import Client
 from tensorferry.pipeline.deployment.spec import Deployment
@@ -72,18 +72,20 @@ async def test_a_listening_client_keeps_no_message() -> None:
 
 
 async def test_an_encoder_that_waits_keeps_no_job() -> None:
-    stage: Any = WorkStage("encoder", EPOCH, Deployment(name="a"), [ORIGIN])
-    with closing(stage), ThreadPoolExecutor(1) as thread:
-        encoder = Encoder(stage, SimpleNamespace(), thread, thread)
-        frame = np.zeros(1)
+    owner, scheduler = wire.Origin("tokenizer", 0, 3), wire.Origin("scheduler", 0, 8)
+    async with AsyncExitStack() as undo:
+        stage = PlayedPeers("encoder", undo, owner, scheduler).stage
+        adapter: Any = None  # it has nothing to encode
+        threads = [undo.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
+        encoder = Encoder(stage, adapter, *threads)
+        frame = np.zeros((4, 3), np.uint8)
         kept = weakref.ref(frame)
-        item = wire.Item(
-            "image", (1, 1, 1), 1, bytes(32), (wire.Tensor("features", wire.Inline(0, CODES["uint8"], (1, 3))),)
-        )
-        ranks = ((wire.Rank(0, EPOCH),), (wire.Rank(0, 8),))
-        encoder.take(wire.Encode(bytes(16), 0, EPOCH, ORIGIN, *ranks, (item,), 0), [frame])  # long past its deadline
+        features = (wire.Tensor("features", wire.Inline(0, CODES["uint8"], frame.shape)),)
+        item = wire.Item("image", (1, 2, 2), 1, bytes(32), features)
+        me, to = (wire.Rank(0, stage.epoch),), (wire.Rank(0, scheduler.epoch),)
+        encoder.take(wire.Encode(bytes(16), 0, stage.epoch, owner, me, to, (item,), 0), [view_of(frame).data])  # late
         del frame
-        assert kept() is not None
+        assert (encoder.in_flight(), kept() is None) == (1, False)
         encoding = asyncio.create_task(encoder.encode())
         async with asyncio.timeout(10):
             await encoder.drain()

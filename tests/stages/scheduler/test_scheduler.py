@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from tests.stages.doubles import WorkStage
+from tests.stages.played_peers import PlayedPeers
 
 from tensorferry.codecs import messages as wire
 from tensorferry.codecs.errors import BadItem, BadMessage
 from tensorferry.codecs.pool.pool import Pool
 from tensorferry.codecs.pool.publisher import Publisher
 from tensorferry.codecs.tensors import CODES, View, view_of
-from tensorferry.pipeline.deployment.spec import Deployment, SchedulerSpec
+from tensorferry.pipeline.deployment.spec import SchedulerSpec
 from tensorferry.stages.engines.base import EngineRequest, EngineResult
 from tensorferry.stages.scheduler.scheduler import Scheduler
 from tensorferry.stages.scheduler.splice import check, contradiction, splice
@@ -48,20 +48,25 @@ def placed_at(*spans: tuple[int, int]) -> wire.PlacedItem:
 
 
 class Rank:
-    """A scheduler rank whose peers are lists: `told` has what its owners were told."""
+    """A scheduler rank whose owner and encoder the test plays."""
 
-    def __init__(self, copier: ThreadPoolExecutor, **spec: Any) -> None:
+    def __init__(self, copier: ThreadPoolExecutor, undo: AsyncExitStack, **spec: Any) -> None:
         self.engine = Noted()
-        deployment = Deployment(name="test", scheduler=SchedulerSpec(**spec))
-        self.stage: Any = WorkStage("scheduler", ME, deployment, [OWNER, ENCODER])
-        self.reader, self.counters, self.told = self.stage.reader, self.stage.counters, self.stage.peers.reports
-        self.scheduler = Scheduler(self.stage, self.engine, copier)
+        self._played = PlayedPeers("scheduler", undo, OWNER, ENCODER, scheduler=SchedulerSpec(**spec))
+        stage = self._played.stage
+        self.epoch, self.reader, self.counters = stage.epoch, stage.reader, stage.counters
+        self.scheduler = Scheduler(stage, self.engine, copier)
+
+    @property
+    def told(self) -> list[wire.Message]:
+        """What its owner was told of requests since this was last asked."""
+        return [received.message for received in self._played.sent(OWNER)]
 
     def admit(self, request: bytes, items: int, *, attempt: int = 0, tokens: int = 16) -> None:
         placed = tuple(placed_at((ROWS * index, ROWS)) for index in range(items))
-        ranks = (wire.Rank(0, ME),)
+        ranks = (wire.Rank(0, self.epoch),)
         self.scheduler.take(
-            wire.Admit(request.rjust(16), attempt, ME, OWNER, ranks, bytes(4 * tokens), placed, 0, 60_000), ()
+            wire.Admit(request.rjust(16), attempt, self.epoch, OWNER, ranks, bytes(4 * tokens), placed, 0, 60_000), ()
         )
 
     def embed(self, request: bytes, items: Sequence[int], *, attempt: int = 0) -> None:
@@ -71,7 +76,7 @@ class Rank:
             wire.Embedding(item, ROWS, (wire.Tensor("embeddings", wire.Inline(frame, CODES["uint8"], (ROWS, WIDTH))),))
             for frame, item in enumerate(items)
         )
-        self.scheduler.take(wire.Embeddings(request.rjust(16), attempt, ME, ENCODER, embeddings, ()), frames)
+        self.scheduler.take(wire.Embeddings(request.rjust(16), attempt, self.epoch, ENCODER, embeddings, ()), frames)
 
     async def serve(self) -> None:
         """Until nothing is left that could run."""
@@ -85,16 +90,10 @@ class Rank:
 
 
 @pytest.fixture
-def rank_of() -> Iterator[Callable[..., Rank]]:
-    with ExitStack() as undo:
+async def rank_of() -> AsyncIterator[Callable[..., Rank]]:
+    async with AsyncExitStack() as undo:
         copier = undo.enter_context(ThreadPoolExecutor(1))
-
-        def make(**spec: Any) -> Rank:
-            rank = Rank(copier, **spec)
-            undo.callback(rank.stage.close)
-            return rank
-
-        yield make
+        yield lambda **spec: Rank(copier, undo, **spec)
 
 
 async def test_s1_a_request_runs_once_all_its_embeddings_are_there_in_the_order_of_its_items(
